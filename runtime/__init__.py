@@ -1,0 +1,1 @@
+"""Serving: everything a decode step needs, without a compiler."""
