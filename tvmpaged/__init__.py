@@ -37,9 +37,19 @@ _HOME = {
     "merge_states": "tvmpaged.runtime.attention",
 }
 
-__all__ = [  # noqa: PLE0604, the names are strings
-    *_HOME,
+__all__ = [
+    "AttentionSpec",
+    "BeamSearchParams",
+    "BlockManager",
+    "CompletionOutput",
+    "Engine",
+    "OutOfBlocksError",
+    "PagedAttention",
+    "RequestOutput",
+    "SamplingParams",
+    "TargetKey",
     "__version__",
+    "merge_states",
     "reference",
 ]
 
