@@ -37,9 +37,18 @@ COMMANDS = {
 def load_command(name: str) -> Any:
     """Import a command's module and build its parser."""
     module = importlib.import_module(f"tvmpaged.cli.{name}")
+    elsewhere = (
+        f"Options are also read from {ENVIRONMENT_PREFIX}_{name.upper()}_<OPTION> and from "
+        f"[{name}] in tvmpaged.toml."
+    )
+    epilog = f"{elsewhere}\n\n{_example(module.EXAMPLE)}"
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name, help=module.run.__doc__, epilog=_example(module.EXAMPLE))(module.run)
-    return typer.main.get_command(single)
+    single.command(name, help=module.run.__doc__, epilog=epilog)(module.run)
+    command = typer.main.get_command(single)
+    for parameter in command.params:
+        # The epilog says it once for all.
+        parameter.show_envvar = False  # type: ignore[attr-defined]
+    return command
 
 
 def _example(text: str) -> str:

@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: The ``--json`` flag that every command with a result takes.
+#: The ``--json`` flag that every command with a result takes, as parameter ``json``.
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 
 _SECONDS_BETWEEN_LINES = 5.0
