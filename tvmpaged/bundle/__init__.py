@@ -1,0 +1,51 @@
+"""Bundles: folders of compiled kernels with a manifest.
+
+A bundle is code, so everything is checked before it is loaded. One noun per file: ``manifest``
+(what is said), ``codec`` (its bytes), ``trust`` (reading files of others), ``signature``,
+``folder`` (one target's folder), ``resolve`` (the decision), ``search`` (where to look), ``write``.
+"""
+
+from tvmpaged.bundle.codec import artifact_data, decode, encode
+from tvmpaged.bundle.errors import BundleError
+from tvmpaged.bundle.folder import Folder, open_artifact, read_artifact, read_manifest, scan
+from tvmpaged.bundle.manifest import (
+    KERNEL_ABI,
+    SCHEMA_VERSION,
+    Abi,
+    Artifact,
+    BuiltWith,
+    Git,
+    Manifest,
+)
+from tvmpaged.bundle.resolve import Accepted, Host, Rejected, Resolution, build_command, resolve
+from tvmpaged.bundle.search import Found, find, host_for, search, user_cache
+
+__all__ = [
+    "KERNEL_ABI",
+    "SCHEMA_VERSION",
+    "Abi",
+    "Accepted",
+    "Artifact",
+    "BuiltWith",
+    "BundleError",
+    "Folder",
+    "Found",
+    "Git",
+    "Host",
+    "Manifest",
+    "Rejected",
+    "Resolution",
+    "artifact_data",
+    "build_command",
+    "decode",
+    "encode",
+    "find",
+    "host_for",
+    "open_artifact",
+    "read_artifact",
+    "read_manifest",
+    "resolve",
+    "scan",
+    "search",
+    "user_cache",
+]

@@ -1,0 +1,228 @@
+"""Which artifact serves a spec on a machine: a pure decision.
+
+Every fact about the machine is in `Host` and every bundle in a `Folder`, so a decision can be
+replayed, and tested, anywhere. The order of what is accepted::
+
+    tuned    for this target, for another GPU of this arch, for an arch this machine can run
+    default  in the same order
+    generic  in the same order
+             (ties: the place in the search path)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from tvmpaged.bundle.manifest import KERNEL_ABI, KINDS, Artifact, Manifest
+from tvmpaged.cpu import MICROARCHITECTURES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tvmpaged.bundle.folder import Folder
+    from tvmpaged.spec import AttentionSpec, TargetKey
+
+_SM_ARCH = re.compile(r"sm_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine and the libraries that an artifact would be loaded under.
+
+    Parameters
+    ----------
+    target : TargetKey
+        What code built for exactly this machine is called.
+    cpu_flags : frozenset of str
+        The CPU's features by the names of ``/proc/cpuinfo``.
+    tvm_ffi_version, runtime_version : str
+        Versions of the installed ``tvm_ffi`` and of the ``libtvm_runtime.so`` that is loaded.
+    """
+
+    target: TargetKey
+    cpu_flags: frozenset[str]
+    tvm_ffi_version: str
+    runtime_version: str
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An artifact that can serve the spec, and why it stands where it stands."""
+
+    folder: Folder
+    artifact: Artifact
+    kind: str
+    why: str
+
+    @property
+    def path(self) -> Path:
+        """The artifact's file."""
+        return self.folder.path / self.artifact.file
+
+    @property
+    def target(self) -> TargetKey:
+        """What the artifact was built for."""
+        assert self.folder.target is not None
+        return self.folder.target
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A bundle's folder that cannot serve the spec, and the reason."""
+
+    folder: Folder
+    reason: str
+
+    def __str__(self) -> str:
+        path = str(self.folder.path)
+        place = "" if self.reason.startswith(path) else f"{path}: "
+        return f"{place}{self.reason} [{self.folder.source}]"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A decision: every candidate is either accepted, the best first, or rejected by reason."""
+
+    spec: AttentionSpec
+    host: Host
+    strict: bool
+    accepted: tuple[Accepted, ...]
+    rejected: tuple[Rejected, ...]
+
+    def require(self) -> Accepted:
+        """Return the best candidate.
+
+        Raises
+        ------
+        FileNotFoundError
+            When there is none; lists every candidate with its reason, and the command that builds
+            what is missing.
+        """
+        if self.accepted:
+            return self.accepted[0]
+        strictly = " that is specialised (strict=True)" if self.strict else ""
+        lines = [f"no artifact{strictly} for spec {self.spec} on {self.host.target}"]
+        lines += [f"  rejected: {each}" for each in self.rejected] or ["  no bundle was found"]
+        lines.append(f"build it with: {build_command(self.spec, self.host.target)}")
+        raise FileNotFoundError("\n".join(lines))
+
+
+def build_command(spec: AttentionSpec, target: TargetKey) -> str:
+    """Return the exact command that builds an artifact of this spec for this machine."""
+    name = "native" if target.kind == "cpu" else "cuda"
+    return f"tvmpaged package --target {name} --spec '{spec}' --install"
+
+
+def resolve(
+    spec: AttentionSpec, host: Host, candidates: Sequence[Folder], strict: bool = False
+) -> Resolution:
+    """Decide which artifact serves a spec.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        What is to be computed.
+    host : Host
+        The machine it is to run on.
+    candidates : sequence of Folder
+        In the order of the search path.
+    strict : bool
+        Accept only artifacts of exactly this spec, built for exactly this target.
+
+    Returns
+    -------
+    Resolution
+        Never raises for a candidate; `Resolution.require` raises when all are rejected.
+    """
+    ranked: list[tuple[tuple[int, int, int], Accepted]] = []
+    rejected = []
+    for folder in candidates:
+        manifest = folder.manifest
+        if manifest is None:
+            rejected.append(Rejected(folder, folder.problem))
+            continue
+        reason = _cannot_run(manifest, host) or _cannot_load(manifest, host)
+        if not reason and strict and manifest.target != host.target:
+            reason = f"strict=True, and it is built for {manifest.target}, not {host.target}"
+        exact, generic = manifest.find(spec), manifest.find(spec.generic())
+        if not reason and strict and exact is None and generic is not None:
+            reason = "strict=True, and it holds only the generic artifact for this spec"
+        artifact = exact or generic
+        if not reason and artifact is None:
+            reason = f"none of its {len(manifest.artifacts)} artifacts is for this spec"
+        if reason or artifact is None:
+            rejected.append(Rejected(folder, reason))
+            continue
+        kind = artifact.kind if artifact is exact else "generic"
+        distance, how = _distance(manifest, host)
+        ranked.append(
+            ((KINDS.index(kind), *distance), Accepted(folder, artifact, kind, f"{kind}, {how}"))
+        )
+    ranked.sort(key=lambda each: each[0])  # stable: the search path breaks ties
+    accepted = tuple(each for _, each in ranked)
+    return Resolution(spec, host, strict, accepted, tuple(rejected))
+
+
+def _cannot_load(manifest: Manifest, host: Host) -> str:
+    """Return why the installed libraries cannot load a folder's artifacts, or nothing."""
+    abi = manifest.abi
+    if abi.kernels != KERNEL_ABI:
+        return (
+            f"its kernels' calling convention is number {abi.kernels}, this tvmpaged calls "
+            f"number {KERNEL_ABI}: package it again"
+        )
+    for name, wanted, found in (
+        ("tvm_ffi", abi.tvm_ffi, host.tvm_ffi_version),
+        ("libtvm_runtime", f"=={abi.tvm_runtime}.*", host.runtime_version),
+    ):
+        try:
+            fits = SpecifierSet(wanted).contains(Version(found), prereleases=True)
+        except InvalidVersion:
+            fits = False
+        if not fits:
+            return f"needs {name} {wanted}, found {name} {found}"
+    return ""
+
+
+def _cannot_run(manifest: Manifest, host: Host) -> str:
+    """Return why this machine cannot run a folder's artifacts, or nothing."""
+    mine, yours = host.target, manifest.target
+    if mine.kind != yours.kind:
+        return f"is built for {yours}, this is {mine}"
+    # Both what the manifest says and what this version knows of the microarchitecture: an edited
+    # manifest must not be able to bring about an illegal instruction.
+    known = MICROARCHITECTURES.get(yours.arch, frozenset()) if yours.kind == "cpu" else frozenset()
+    missing = sorted((known | set(manifest.cpu_features)) - host.cpu_flags)
+    if missing:
+        return f"needs {', '.join(missing)}, this CPU ({mine}) has none of that"
+    if mine.kind == "cpu" or mine.arch == yours.arch:
+        return ""
+    here, there = _SM_ARCH.fullmatch(mine.arch), _SM_ARCH.fullmatch(manifest.sm_arch or yours.arch)
+    if here is None or there is None or here["major"] != there["major"]:
+        return f"is built for {yours.arch}, this GPU is {mine.arch}"
+    minors = int(there["minor"]), int(here["minor"])
+    # "a" code runs on its own arch only.
+    if minors[0] > minors[1] or (there["suffix"] == "a" and minors[0] != minors[1]):
+        return f"is built for {there[0]}, this GPU is {mine.arch}"
+    return ""
+
+
+def _distance(manifest: Manifest, host: Host) -> tuple[tuple[int, int], str]:
+    """Return how far a runnable folder is from this machine (less is better), and in words."""
+    mine, yours = host.target, manifest.target
+    if yours == mine:
+        return (0, 0), f"built for this target ({mine})"
+    if yours.kind == "cuda" and yours.arch == mine.arch:
+        return (1, 0), f"built for another GPU of this arch ({yours})"
+    if yours.kind == "cuda":
+        match = _SM_ARCH.fullmatch(yours.arch)
+        return (2, -int(match["minor"]) if match else 0), f"built for an arch it can run ({yours})"
+    # The richer microarchitecture first; x86-64-v4 and -v3 are the poorest of all.
+    features = MICROARCHITECTURES.get(yours.arch, frozenset(manifest.cpu_features))
+    return (2, -len(features)), f"built for a microarchitecture this CPU can run ({yours})"
