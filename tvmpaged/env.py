@@ -10,11 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tvmpaged import cpu, tvm_libs
+from tvmpaged.bundle import BundleError, search
 
 SCHEMA_VERSION = 1
 
@@ -72,7 +73,9 @@ def collect() -> dict[str, Any]:
         "cpu": _cpu(),
         "packages": {name: _version(name) for name in PACKAGES},
         "libraries": {
-            name: _first_file(name) for name in (tvm_libs.RUNTIME, tvm_libs.RUNTIME_CUDA)
+            tvm_libs.RUNTIME: _first_file(tvm_libs.RUNTIME),
+            tvm_libs.RUNTIME_CUDA: _first_file(tvm_libs.RUNTIME_CUDA),
+            "version": tvm_libs.runtime_version(),
         },
         "environment": environment(os.environ.items()),
         "bundles": _bundles(),
@@ -166,16 +169,15 @@ def _first_file(name: str) -> str | None:
 
 
 def _bundles() -> list[dict[str, str]]:
-    import platformdirs
-
-    given = [part for part in os.environ.get("TVMPAGED_BUNDLE", "").split(os.pathsep) if part]
-    places = [("TVMPAGED_BUNDLE", part) for part in given]
-    places.append(("user cache", str(platformdirs.user_cache_path("tvmpaged") / "bundles")))
-    places += [
-        (f"package {point.name}", point.value) for point in entry_points(group="tvmpaged.bundles")
+    """Return the search path's folders in its order, and what is wrong with each."""
+    try:
+        folders = search()
+    except BundleError as error:
+        return [{"from": "search path", "path": "", "state": str(error)}]
+    return [
+        {"from": each.source, "path": str(each.path), "state": each.problem or "usable"}
+        for each in folders
     ]
-    places.append(("wheel", str(Path(__file__).parent / "data" / "bundles")))
-    return [{"from": origin, "path": place} for origin, place in places]
 
 
 def _gpus() -> list[dict[str, str]]:

@@ -24,12 +24,13 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(content, dict):
             yield from ((f"{section}: {name}", _text(value)) for name, value in content.items())
         else:
-            yield section, "; ".join(_text(entry) for entry in content) or "none"
+            for entry in content or ["none"]:
+                yield section, _text(entry)
 
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {entry}" for name, entry in value.items())
+        return ", ".join(f"{name}: {entry}" for name, entry in value.items())
     if isinstance(value, list):
         return " ".join(str(entry) for entry in value)
     return "-" if value is None else str(value)
