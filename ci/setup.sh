@@ -30,7 +30,7 @@ if [[ ! -x .venv/bin/python ]]; then
 fi
 rm -f "$stamp"
 
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --quiet)
 echo "ci/setup.sh: installing into .venv (minutes the first time)" >&2
 # The build tools come from the same exact set, so that building needs no network of its own.
 "${pip[@]}" -c ci/constraints.txt setuptools wheel

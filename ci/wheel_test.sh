@@ -9,7 +9,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "${TVMPAGED_PYTHON:-python3.11}" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip --disable-pip-version-check install --quiet \
+"$work/venv/bin/python" -m pip --disable-pip-version-check install --quiet --quiet \
     -c "$ci/constraints.txt" "$wheel"
 
 # Away from the checkout, so that only what is installed can be found.
