@@ -17,8 +17,11 @@ from tvmpaged.bundle.manifest import (
     Git,
     Manifest,
 )
+from tvmpaged.bundle.merge import Kept, Merge, merge
 from tvmpaged.bundle.resolve import Accepted, Host, Rejected, Resolution, build_command, resolve
 from tvmpaged.bundle.search import Found, find, host_for, search, user_cache
+from tvmpaged.bundle.signature import load_private_key, load_public_key
+from tvmpaged.bundle.write import Built, file_name, read_existing, utc_now, write
 
 __all__ = [
     "KERNEL_ABI",
@@ -26,26 +29,36 @@ __all__ = [
     "Abi",
     "Accepted",
     "Artifact",
+    "Built",
     "BuiltWith",
     "BundleError",
     "Folder",
     "Found",
     "Git",
     "Host",
+    "Kept",
     "Manifest",
+    "Merge",
     "Rejected",
     "Resolution",
     "artifact_data",
     "build_command",
     "decode",
     "encode",
+    "file_name",
     "find",
     "host_for",
+    "load_private_key",
+    "load_public_key",
+    "merge",
     "open_artifact",
     "read_artifact",
+    "read_existing",
     "read_manifest",
     "resolve",
     "scan",
     "search",
     "user_cache",
+    "utc_now",
+    "write",
 ]

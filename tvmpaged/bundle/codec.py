@@ -47,7 +47,7 @@ def encode(manifest: Manifest) -> bytes:
 def artifact_data(artifact: Artifact) -> dict[str, Any]:
     """Return the artifact as the manifest holds it, plain data."""
     data = {each.name: getattr(artifact, each.name) for each in fields(artifact)}
-    data["git"] = dict(vars(artifact.git))
+    data |= {name: dict(vars(data[name])) for name in ("built_with", "git")}
     return {"spec": str(data.pop("spec")), "kernel": artifact.kernel, **data}
 
 
@@ -155,6 +155,7 @@ def _read_artifact(entry: _Fields) -> Artifact:
         kind=kind,
         choices=_read_choices(entry),
         source_sha256=entry.match("source_sha256", _SHA256, "64 hexadecimal digits"),
+        built_with=_read_built_with(entry.fields("built_with")),
         git=_read_git(entry.fields("git")),
         created_at=entry.take("created_at", str),
         record_id=entry.take("record_id", str, None),

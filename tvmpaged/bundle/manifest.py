@@ -78,8 +78,10 @@ class Artifact:
         Schedule choices as plain data; re-applicable without any database.
     source_sha256 : str
         Digest of the kernel and schedule sources; another value than the installed one is stale.
+    built_with : BuiltWith
+        Exact versions.
     git : Git
-        Where those sources stood.
+        Where the sources stood.
     created_at : str
         UTC, ISO 8601.
     record_id, mlflow_run_id : str or None
@@ -99,6 +101,7 @@ class Artifact:
     kind: str
     choices: dict[str, int | str]
     source_sha256: str
+    built_with: BuiltWith
     git: Git
     created_at: str
     record_id: str | None = None
@@ -127,12 +130,8 @@ class Manifest:
         Names of ``/proc/cpuinfo`` that the machine must have; empty for CUDA.
     sm_arch : str or None
         The sm arch the device code was built for; None for CPU.
-    built_with : BuiltWith
-        Exact versions.
-    git : Git
-        State of the source tree at the last write.
-    created_at : str
-        Time of the last write: UTC, ISO 8601.
+    built_with, git, created_at
+        Of the last write; an artifact that an earlier one left has its own.
     artifacts : tuple of Artifact
         In the order of their specs.
     """

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from tvmpaged import tvm_libs
 from tvmpaged.bundle import trust
 from tvmpaged.bundle.errors import BundleError
 from tvmpaged.bundle.folder import Folder, read_artifact, read_manifest, scan
@@ -49,13 +50,13 @@ def host_for(target: TargetKey, runtime_version: str | None = None) -> Host:
     target : TargetKey
         What code built for exactly this machine is called.
     runtime_version : str, optional
-        Version of the ``libtvm_runtime.so`` that will be loaded; None: the installed apache-tvm's.
+        Version of the ``libtvm_runtime.so`` that will be loaded; None: of the one `tvm_libs` finds.
     """
     return Host(
         target=target,
         cpu_flags=cpu_flags(),
         tvm_ffi_version=installed_version("apache-tvm-ffi"),
-        runtime_version=runtime_version or installed_version("apache-tvm"),
+        runtime_version=runtime_version or tvm_libs.runtime_version() or "none",
     )
 
 
