@@ -1,0 +1,106 @@
+"""How the programs lie on an x86 CPU: threads, register tiles, unrolling.
+
+Vectors are the programs' own `lanes`. What is laid out here: workers over threads; in the two
+products, which loops form the register tile (and are unrolled) and which one runs inside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm.s_tir import Schedule
+
+from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec
+
+#: Loops of these blocks with a small constant extent are unrolled, so that scratch of a few vectors
+#: becomes registers.
+UNROLLED_BLOCKS = (
+    "start_dot",
+    "fold",
+    "fold_last",
+    "start_tops",
+    "mask",
+    "rescale",
+    "rescale_sum",
+    "probs",
+)
+UNROLL_LIMIT = 16
+
+
+def schedule(sch: Schedule, spec: AttentionSpec, choices: dict[str, Any]) -> None:
+    """Lay a program out in place."""
+    sch.work_on(spec.kernel)
+    sch.parallel(sch.get_loops(sch.get_sblock("worker"))[0])
+    if spec.kernel in ATTENTION_KERNELS:
+        tile = _tile_columns if choices["step"] == "columns" else _tile_rows
+        tile(sch, choices)
+
+
+def _extent(sch: Schedule, loop: Any) -> int | None:
+    extent = sch.get(loop).extent
+    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else None
+
+
+def _inner_loops(sch: Schedule, block: str, count: int) -> list[Any]:
+    return list(sch.get_loops(sch.get_sblock(block))[-count:])
+
+
+def _split(sch: Schedule, loop: Any, factor: int) -> tuple[Any, Any]:
+    """Split off the largest inner loop that divides the extent and is at most `factor`."""
+    extent = _extent(sch, loop)
+    if extent is None:
+        outer, inner = sch.split(loop, [None, 1])
+    else:
+        best = max(f for f in range(1, min(factor, extent) + 1) if extent % f == 0)
+        outer, inner = sch.split(loop, [None, best])
+    return outer, inner
+
+
+def _tile_rows(sch: Schedule, choices: dict[str, Any]) -> None:
+    r, do, x = _inner_loops(sch, "dot", 3)
+    do_outer, do_inner = _split(sch, do, choices["dot_unroll"])
+    sch.reorder(do_outer, do_inner, r, x)
+    sch.unroll(do_inner)
+    sch.unroll(r)
+    r, do, k, x = _inner_loops(sch, "weigh", 4)
+    do_outer, do_inner = _split(sch, do, choices["weigh_vectors"])
+    sch.reorder(do_outer, k, do_inner, r, x)
+    sch.unroll(do_inner)
+    sch.unroll(r)
+    for name in UNROLLED_BLOCKS:
+        for block in _blocks(sch, name):
+            for loop in sch.get_loops(block):
+                _unroll_if_small(sch, loop)
+
+
+def _blocks(sch: Schedule, name: str) -> list[Any]:
+    """Return the blocks called `name`, `name_1`, ... (a program part used more than once)."""
+    found: list[Any] = []
+    while True:
+        suffix = f"_{len(found)}" if found else ""
+        try:
+            found.append(sch.get_sblock(name + suffix))
+        except tvm.s_tir.schedule.ScheduleError:
+            return found
+
+
+def _unroll_if_small(sch: Schedule, loop: Any) -> None:
+    extent, kind = _extent(sch, loop), sch.get(loop).kind
+    if extent is not None and extent <= UNROLL_LIMIT and kind == tvm.tirx.ForKind.SERIAL:
+        sch.unroll(loop)
+
+
+def _tile_columns(sch: Schedule, choices: dict[str, Any]) -> None:
+    k, ro, d, x = _inner_loops(sch, "dot", 4)
+    k_outer, k_inner = _split(sch, k, choices["dot_keys"])
+    ro_outer, ro_inner = _split(sch, ro, choices["dot_vectors"])
+    sch.reorder(k_outer, ro_outer, d, k_inner, ro_inner, x)
+    sch.unroll(k_inner)
+    sch.unroll(ro_inner)
+    r, do, k, x = _inner_loops(sch, "weigh", 4)
+    r_outer, r_inner = _split(sch, r, choices["weigh_rows"])
+    do_outer, do_inner = _split(sch, do, choices["weigh_vectors"])
+    sch.reorder(r_outer, do_outer, k, r_inner, do_inner, x)
+    sch.unroll(r_inner)
+    sch.unroll(do_inner)

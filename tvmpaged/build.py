@@ -1,0 +1,100 @@
+"""From a spec and a choice list to a shared library: the one path, for tuning and packaging."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tvmpaged import kernels, schedules
+from tvmpaged.spec import AttentionSpec, TargetKey
+
+if TYPE_CHECKING:
+    import tvm
+
+#: Sources that decide an artifact's code, besides spec, choices and the compiler.
+_PACKAGE = Path(__file__).parent
+_SOURCES = ("spec.py", "worklist.py", "kernels", "schedules")
+
+
+def symbol_name(spec: AttentionSpec) -> str:
+    """Return the name under which an artifact's library holds the spec's function."""
+    return spec.kernel
+
+
+def source_sha256() -> str:
+    """Return the hash of the sources that decide an artifact's code, as 64 hex digits.
+
+    A record or artifact made from other sources is *stale*: its choices may mean something else.
+    """
+    digest = hashlib.sha256()
+    schedules_folder = Path(schedules.__file__).parent
+    for name in _SOURCES:
+        path = schedules_folder if name == "schedules" else _PACKAGE / name
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def tvm_target(target: TargetKey) -> tvm.target.Target:
+    """Return TVM's target for a target key.
+
+    Raises
+    ------
+    ValueError
+        When LLVM does not know the microarchitecture, or the kind cannot be built.
+    """
+    import tvm
+    from tvm.target.codegen import llvm_get_cpu_archlist
+
+    if target.kind != "cpu":
+        raise ValueError(f"target {target} cannot be built yet; allowed: cpu/<microarchitecture>")
+    known = {str(name) for name in llvm_get_cpu_archlist(tvm.target.Target("llvm"))}
+    if target.arch not in known:
+        raise ValueError(f"target {target}: LLVM knows no CPU {target.arch!r}; try cpu/x86-64-v3")
+    return tvm.target.Target({"kind": "llvm", "mcpu": target.arch})
+
+
+def build_module(spec: AttentionSpec, target: TargetKey, choices: dict[str, Any]) -> tvm.IRModule:
+    """Return the scheduled program, ready for compilation.
+
+    Raises
+    ------
+    ValueError
+        When the choices cannot fit the spec; the message gives the rule.
+    """
+    from tvm.s_tir import Schedule
+
+    reason = schedules.reject(spec, target, choices)
+    if reason is not None:
+        raise ValueError(f"choices for {spec} cannot be built: {reason}")
+    sch = Schedule(kernels.kernel(spec, choices))
+    schedules.schedule(sch, spec, choices, target)
+    return sch.mod
+
+
+def build_artifact(
+    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
+) -> None:
+    """Compile one spec under one choice list into a shared library.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        The case.
+    target : TargetKey
+        What to build for; need not be this machine.
+    choices : dict
+        The options.
+    path : Path
+        Where the library is written (``.so``).
+
+    Raises
+    ------
+    ValueError
+        When the choices cannot fit or the target cannot be built.
+    """
+    import tvm
+
+    module = build_module(spec, target, choices)
+    tvm.compile(module, target=tvm_target(target)).export_library(str(path))

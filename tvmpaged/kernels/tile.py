@@ -1,0 +1,149 @@
+"""What the programs' parts share: the paged cache's addresses and one tile's constants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from tvmpaged.spec import MAX_HEAD_DIM, AttentionSpec
+
+Expr = Any  # a tirx expression, or an int where the size is a constant
+NEG_INF = float("-inf")
+
+
+def extent(value: int, name: str) -> Expr:
+    """Return a constant, or a variable for an extent known at run time only; int64 either way.
+
+    TVM computes an argument's default strides from its extents and wants both of one type; strides
+    are int64, so that offsets into a large pool are.
+    """
+    return tirx.const(value, "int64") if value else tirx.Var(name, "int64")
+
+
+def index(value: Expr) -> Expr:
+    """Return an extent as the int32 that loops count in."""
+    return int(value) if isinstance(value, tirx.IntImm) else tirx.Cast("int32", value)
+
+
+class PagedCache:
+    """One layer's K and V caches as a program sees them: extents and addresses under a layout."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.nhd = spec.layout == "NHD"
+        self.num_blocks = tirx.Var("num_blocks", "int64")
+        self.num_kv_heads = tirx.Var("num_kv_heads", "int64")
+        self.head_dim_extent = extent(spec.head_dim, "head_dim")
+        self.head_dim_v_extent = (
+            self.head_dim_extent
+            if spec.head_dim_v == spec.head_dim
+            else extent(spec.head_dim_v, "head_dim_v")
+        )
+        self.block_size_extent = extent(spec.block_size, "block_size")
+        self.head_dim = index(self.head_dim_extent)
+        self.head_dim_v = index(self.head_dim_v_extent)
+        self.block_size = index(self.block_size_extent)
+
+    def shape(self, dim: Expr) -> tuple[Expr, ...]:
+        """Return a cache's shape; `dim` is its row's extent."""
+        inner = (self.num_kv_heads, self.block_size_extent)
+        return (self.num_blocks, *(reversed(inner) if self.nhd else inner), dim)
+
+    def strides(self, dim: Expr, name: str) -> tuple[Expr, ...]:
+        """Return a cache's strides: that of blocks is free, the rest is packed."""
+        shape = self.shape(dim)
+        return (
+            tirx.Var(f"{name}_block_stride", "int64"),
+            shape[2] * shape[3],
+            shape[3],
+            tirx.const(1, "int64"),
+        )
+
+    def at(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
+        """Return the element of a cache buffer."""
+        return cache[block, slot, head, dim] if self.nhd else cache[block, head, slot, dim]
+
+    def block(self, block_table: Any, seq: Expr, position: Expr) -> Any:
+        """Return the id of the block that holds a kv position, as int64."""
+        return tirx.Cast("int64", block_table[seq, tirx.truncdiv(position, self.block_size)])
+
+    def wide(self, value: Any) -> Any:
+        """Widen an element of the cache to float32."""
+        return value if self.spec.kv_dtype == "float32" else tirx.Cast("float32", value)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The constants of one attention program.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        What it reads.
+    rows, keys, lanes : int
+        Query rows of a tile, keys of a step, elements of a vector.
+    prefetch_keys, prefetch_level : int
+        How many keys ahead K and V are asked for (0: not at all), and into which cache level.
+    """
+
+    cache: PagedCache
+    rows: int
+    keys: int
+    lanes: int
+    prefetch_keys: int
+    prefetch_level: int
+
+    @classmethod
+    def make(cls, spec: AttentionSpec, choices: dict[str, Any]) -> Tile:
+        """Collect the constants of a spec under a choice list."""
+        return cls(
+            cache=PagedCache(spec),
+            rows=choices["row_tile"],
+            keys=choices["keys_per_step"],
+            lanes=choices["lanes"],
+            prefetch_keys=choices["prefetch_keys"],
+            prefetch_level=choices["prefetch_level"],
+        )
+
+    @property
+    def head_dim_cap(self) -> int:
+        """Largest head_dim this program meets: bounds its scratch."""
+        return self.cache.spec.head_dim or MAX_HEAD_DIM
+
+    @property
+    def head_dim_v_cap(self) -> int:
+        """Largest head_dim_v this program meets."""
+        return self.cache.spec.head_dim_v or MAX_HEAD_DIM
+
+    @property
+    def run(self) -> int:
+        """Longest stretch of a step's keys that always lies in one block.
+
+        Steps start at multiples of ``keys``, so gcd(keys, block_size) keys never cross an edge.
+        """
+        block_size = self.cache.spec.block_size
+        return math.gcd(self.keys, block_size) if block_size else 1
+
+    @property
+    def vectors(self) -> Expr:
+        """Vectors of `lanes` elements in a K row."""
+        return tirx.truncdiv(self.cache.head_dim, self.lanes)
+
+    @property
+    def vectors_v(self) -> Expr:
+        """Vectors of `lanes` elements in a V row."""
+        return tirx.truncdiv(self.cache.head_dim_v, self.lanes)
+
+    @property
+    def line(self) -> int:
+        """Elements of K or V in a cache line of 64 bytes."""
+        return 16 if self.cache.spec.kv_dtype == "float32" else 32
+
+    def prefetch(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
+        """Prefetch one cache line for reading into the chosen level (llvm.prefetch: 3 is L1)."""
+        address = tirx.address_of(self.cache.at(cache, block, head, slot, dim))
+        locality = 4 - self.prefetch_level
+        return tirx.call_llvm_intrin("void", "llvm.prefetch", address, 0, locality, 1)
