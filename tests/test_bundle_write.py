@@ -229,6 +229,37 @@ def test_killed_at_any_step_of_the_first_write_there_is_nothing_or_all(tmp_path:
     assert answers(root) == NEW
 
 
+def test_killed_at_any_step_while_only_the_metadata_changes(tmp_path: Path) -> None:
+    """The new artifact has the old one's bytes and so its name: it must not be written again."""
+    step, finished = 0, False
+    while not finished:
+        step += 1
+        root = tmp_path / f"at-{step}"
+        put(root, library(1, tmp_path), artifact())
+        tuned = [Built(artifact(SPEC, "tuned"), library(1, tmp_path))]
+        finished = die_while_writing(root, tuned, step)
+        assert answers(root) == OLD
+    assert read_manifest(root, V3).artifacts[0].kind == "tuned"
+
+
+def test_a_writer_that_ends_while_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names were listed before, the manifest is read after: the old file is no stranger."""
+    put(tmp_path, library(1, tmp_path), artifact())
+    module = sys.modules["tvmpaged.bundle.folder"]
+    read_changing = module.read_changing
+
+    def then_replace(*args: object) -> object:
+        found = read_changing(*args)
+        monkeypatch.undo()
+        write(header(), new_ones(tmp_path), tmp_path, replace_existing=True)
+        return found
+
+    monkeypatch.setattr(module, "read_changing", then_replace)
+    assert len(read_manifest(tmp_path, V3).artifacts) == 2
+
+
 def test_two_writers_at_once_both_get_in(tmp_path: Path) -> None:
     specs = [replace(SPEC, block_size=size) for size in range(1, 17)]
     data = library(1, tmp_path)
