@@ -1,264 +1,168 @@
-"""One step's work list, made from the step's lengths alone: no tensor of K or V is touched here.
-
-All of it is vectorised; nothing loops over sequences, heads or splits in Python.
-"""
+"""``Plan``: one step's work list as tensors, made once and shared by all layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from tvmpaged.worklist import ITEM_FIELDS, MAX_SPLIT_Q_LEN, MERGE_FIELDS, Item, Merge
+from tvmpaged.runtime.items import Shape, WorkList, balance, make_items
+from tvmpaged.runtime.kernel_set import Kernel
+from tvmpaged.runtime.step import Step
+from tvmpaged.worklist import ITEM_FIELDS, MERGE_FIELDS
 
-IntArray = npt.NDArray[np.int32]
-LongArray = npt.NDArray[np.int64]
-
-#: What starting an item costs, in key rows: its q is loaded, its result normalised and written.
-ITEM_OVERHEAD_KEYS = 16
+#: Kernels of one step by the sequences they take.
+PHASES = ("decode", "prefill")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What of an artifact's choices shapes its work list.
+@dataclass
+class Plan:
+    """What one step does; from `PagedAttention.plan`, for its `run` and `append_kv`.
+
+    Holds copies of its inputs and its own scratch. Valid for the `PagedAttention` that made it
+    until a block table of its sequences changes, with any layer's cache.
 
     Parameters
     ----------
-    row_tile : int
-        Query rows an item of a prefill sequence holds.
-    split_length : int
-        Keys of one kv range; 0 means that a sequence is never split.
+    signature : tuple
+        Which artifacts and head counts it was made for.
+    slot_mapping : torch.Tensor
+        ``[num_tokens]`` int64, where each new token's K and V go; -1 skips.
+    num_tokens : int
+        New tokens of the step.
+    max_block_id, max_slot : int
+        The largest used; compared with a cache's shape.
+    block_table : torch.Tensor
+        ``[num_seqs, max_blocks_per_seq]`` int32.
+    work : dict
+        Phase -> (work_items, work_offsets); phases without work are missing.
+    merge_items : torch.Tensor or None
+        Rows that several kv ranges make.
+    partial_out, partial_lse, lse : torch.Tensor
+        Scratch.
     """
 
-    row_tile: int
-    split_length: int
-
-
-@dataclass(frozen=True)
-class WorkList:
-    """Items of one kernel, ordered by worker."""
-
-    items: IntArray
-    offsets: IntArray
-
-    @property
-    def is_empty(self) -> bool:
-        """True when the kernel has nothing to do in this step."""
-        return not len(self.items)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's checked inputs, as contiguous copies, and what follows from them.
-
-    ``positions`` and ``slot_mapping`` are per new token; ``max_block_id`` and ``max_slot`` are the
-    largest used, for `run` and `append_kv` to compare with a cache's shape.
-    """
-
-    query_start_loc: LongArray
-    seq_lens: LongArray
-    block_table: IntArray
-    slot_mapping: LongArray
+    signature: tuple[Any, ...]
+    slot_mapping: torch.Tensor
+    num_tokens: int
     max_block_id: int
     max_slot: int
-
-    @property
-    def q_lens(self) -> LongArray:
-        """New tokens of each sequence, ``[num_seqs]``."""
-        return np.diff(self.query_start_loc)
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all sequences."""
-        return int(self.query_start_loc[-1])
+    block_table: torch.Tensor
+    work: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    merge_items: torch.Tensor | None
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    lse: torch.Tensor
+    buffers: Buffers = field(repr=False, compare=False, default=None)  # type: ignore[assignment]
 
 
-def check_step(query_start_loc: Any, seq_lens: Any, block_table: Any, block_size: int) -> Step:
-    """Check a step's lengths and block ids once, and derive its slots.
+class Buffers:
+    """Memory of a plan by name. With a parent, its memory is reused and its capacity is fixed."""
 
-    Raises
-    ------
-    ValueError, TypeError
-        Naming the argument, the sequence and what is wrong.
-    """
-    starts = _index_array("query_start_loc", query_start_loc, 1)
-    lens = _index_array("seq_lens", seq_lens, 1)
-    table = _index_array("block_table", block_table, 2)
-    if len(starts) != len(lens) + 1 or starts[0] != 0:
-        raise ValueError(
-            f"query_start_loc must have num_seqs + 1 = {len(lens) + 1} entries and start at 0; "
-            f"got {len(starts)} entries" + (f" starting at {starts[0]}" if len(starts) else "")
-        )
-    q_lens = np.diff(starts)
-    if (q_lens < 0).any():
-        raise ValueError(f"query_start_loc must not fall; it does after entry {q_lens.argmin()}")
-    if len(table) != len(lens):
-        raise ValueError(
-            f"block_table must have {len(lens)} rows, one per sequence; got {len(table)}"
-        )
-    limit = np.iinfo(np.int32).max
-    if len(lens) and (lens.min() < 0 or lens.max() >= limit or starts[-1] >= limit):
-        raise ValueError(f"seq_lens and query_start_loc must lie in 0..{limit - 1}")
-    needed = -(-lens // block_size)
-    if len(lens) and needed.max() > table.shape[1]:
-        seq = int(needed.argmax())
-        raise ValueError(
-            f"seq_lens[{seq}]={lens[seq]} needs {needed[seq]} blocks of {block_size}; block_table "
-            f"has {table.shape[1]} columns"
-        )
-    used = np.arange(table.shape[1]) < needed[:, None]
-    bad = used & ((table < 0) | (table >= limit))
-    if bad.any():
-        seq, column = (int(x[0]) for x in np.nonzero(bad))
-        raise ValueError(
-            f"block_table[{seq}, {column}]={table[seq, column]} is no block id, but "
-            f"seq_lens[{seq}]={lens[seq]} reaches into that block"
-        )
-    slots = _slot_mapping(starts, lens, table, block_size)
-    return Step(
-        query_start_loc=starts,
-        seq_lens=lens,
-        block_table=np.where(used, table, 0).astype(np.int32),
-        slot_mapping=slots,
-        max_block_id=int(table[used].max(initial=-1)),
-        max_slot=int(slots.max(initial=-1)),
-    )
+    def __init__(self, parent: Buffers | None = None) -> None:
+        self.parent = parent
+        self.flat: dict[str, torch.Tensor] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor.
+
+        Raises
+        ------
+        ValueError
+            When the parent's memory is too small.
+        """
+        elements = int(np.prod(shape, dtype=np.int64))
+        if self.parent is None:
+            # One element at least: an empty tensor has no address to align.
+            flat = torch.empty(max(1, elements), dtype=dtype)
+        else:
+            found = self.parent.flat.get(name)
+            if found is None or len(found) < elements:
+                capacity = 0 if found is None else len(found)
+                raise ValueError(
+                    f"into: its buffer {name!r} holds {capacity} elements, this step needs "
+                    f"{elements}; make the plan that is reused from the largest step"
+                )
+            flat = found
+        self.flat[name] = flat
+        return flat[:elements].view(shape)
+
+    def copy(self, name: str, array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+        """Return an aligned copy of an array."""
+        return self.empty(name, array.shape, dtype).copy_(torch.from_numpy(array))
 
 
-def _index_array(name: str, value: Any, ndim: int) -> LongArray:
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    array = np.asarray(value)
-    if array.size == 0 and array.dtype.kind == "f":  # an empty list has no dtype of its own
-        array = array.astype(np.int64)
-    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise TypeError(f"{name} must be int32 or int64; got {array.dtype}")
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} dimension(s); got shape {array.shape}")
-    return array.astype(np.int64)
-
-
-def _slot_mapping(
-    starts: LongArray, lens: LongArray, table: LongArray, block_size: int
-) -> LongArray:
-    """Return each new token's slot; -1 for a token before position 0 (seq_len < q_len)."""
-    q_lens = np.diff(starts)
-    seq = np.repeat(np.arange(len(lens)), q_lens)
-    position = np.arange(starts[-1]) - starts[:-1][seq] + (lens - q_lens)[seq]
-    exists = position >= 0
-    safe = np.where(exists, position, 0)
-    slots = np.full(len(seq), -1, np.int64)
-    if exists.any():
-        blocks = table[seq[exists], safe[exists] // block_size]
-        slots[exists] = blocks * block_size + safe[exists] % block_size
-        check_distinct_slots(slots)
-    return slots
-
-
-def check_distinct_slots(slots: LongArray) -> None:
-    """Refuse a slot mapping that writes one slot twice (the result would depend on a race)."""
-    taken = np.sort(slots[slots >= 0])
-    twice = taken[1:][taken[1:] == taken[:-1]]
-    if len(twice):
-        raise ValueError(f"slot_mapping writes slot {int(twice[0])} more than once")
-
-
-def make_items(
+def make_plan(
     step: Step,
-    sequences: LongArray,
-    shape: Shape,
+    kernels: dict[str, Kernel],
+    *,
+    signature: tuple[Any, ...],
+    num_qo_heads: int,
     num_kv_heads: int,
-    group_size: int,
+    head_dim_v: int,
     causal: bool,
-    first_partial: int,
-) -> tuple[IntArray, IntArray, int]:
-    """Cut sequences into items and the merges of those that are split.
+    num_workers: int,
+    into: Plan | None = None,
+) -> Plan:
+    """Cut a step into work for its kernels.
 
     Parameters
     ----------
     step : Step
-        The step's checked inputs.
-    sequences : array of int
-        Those that this kernel does.
-    shape : Shape
-        The artifact's row tile and split length.
-    num_kv_heads, group_size : int
-        Heads; query heads per kv head.
+        Checked lengths and block ids.
+    kernels : dict
+        Phase -> kernel.
+    signature : tuple
+        Kept in the plan.
+    num_qo_heads, num_kv_heads, head_dim_v : int
+        Sizes.
     causal : bool
         Whether a row sees only what came before.
-    first_partial : int
-        Where this kernel's partial rows start.
-
-    Returns
-    -------
-    items : array
-        ``[num_items, ITEM_FIELDS]`` int32.
-    merges : array
-        ``[num_merges, MERGE_FIELDS]`` int32.
-    next_partial : int
-        The first partial row that is still free.
+    num_workers : int
+        Threads to balance over; leaves no trace in the bits.
+    into : Plan, optional
+        A plan whose memory is reused.
     """
-    q_len, seq_len = step.q_lens[sequences], step.seq_lens[sequences]
-    split = shape.split_length or np.iinfo(np.int32).max
-    may_split = q_len <= MAX_SPLIT_Q_LEN
-    ranges = np.where(may_split, np.maximum(1, -(-seq_len // split)), 1)
-    tiles = -(-(q_len * group_size) // shape.row_tile)
-    partial_rows = np.where(ranges > 1, ranges * q_len, 0)
-    partial = first_partial + np.cumsum(partial_rows) - partial_rows
+    group_size = num_qo_heads // num_kv_heads
+    q_lens = step.q_lens
+    sequences = {"decode": np.flatnonzero(q_lens == 1), "prefill": np.flatnonzero(q_lens > 1)}
+    work: dict[str, WorkList] = {}
+    merges, partials = [], 0
+    for phase in PHASES:
+        choices = kernels[phase].choices
+        # A decode item holds its whole group, whatever the row tile that walks it.
+        row_tile = group_size if phase == "decode" else int(choices["row_tile"])
+        shape = Shape(row_tile, int(choices["split_length"]))
+        items, merge, partials = make_items(
+            step, sequences[phase], shape, num_kv_heads, group_size, causal, partials
+        )
+        work[phase] = balance(items, num_workers)
+        merges.append(merge)
+    merge_items = np.concatenate(merges)
 
-    # One entry per item: (sequence, kv head, tile, range), the range running fastest.
-    counts = num_kv_heads * tiles * ranges
-    owner = np.repeat(np.arange(len(sequences)), counts)
-    rest = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rest, kv_range = np.divmod(rest, ranges[owner])
-    kv_head, tile = np.divmod(rest, tiles[owner])
-
-    items = np.zeros((len(owner), ITEM_FIELDS), np.int64)
-    items[:, Item.SEQ] = sequences[owner]
-    items[:, Item.KV_HEAD] = kv_head
-    items[:, Item.Q_START] = step.query_start_loc[sequences][owner]
-    items[:, Item.ROW_BEGIN] = tile * shape.row_tile
-    items[:, Item.ROW_END] = np.minimum((tile + 1) * shape.row_tile, q_len[owner] * group_size)
-    visible = (seq_len - q_len)[owner] + 1 if causal else seq_len[owner]
-    items[:, Item.VISIBLE] = visible
-    last_token = (items[:, Item.ROW_END] - 1) // group_size
-    reach = np.clip(visible + last_token, 0, seq_len[owner]) if causal else seq_len[owner]
-    is_split = ranges[owner] > 1
-    begin = np.where(is_split, kv_range * split, 0)
-    items[:, Item.KV_BEGIN] = begin
-    end = np.where(is_split, np.minimum(begin + split, reach), reach)
-    items[:, Item.KV_END] = np.maximum(begin, end)
-    items[:, Item.PARTIAL] = np.where(is_split, partial[owner] + kv_range * q_len[owner], -1)
-
-    split_seqs = np.flatnonzero(ranges > 1)
-    merged = np.repeat(split_seqs, q_len[split_seqs])
-    token = np.arange(len(merged)) - np.repeat(
-        np.cumsum(q_len[split_seqs]) - q_len[split_seqs], q_len[split_seqs]
+    buffers = Buffers(None if into is None else into.buffers)
+    rows = max(1, partials)
+    tensors = {
+        phase: (
+            buffers.copy(f"{phase}_items", each.items.reshape(-1, ITEM_FIELDS), torch.int32),
+            buffers.copy(f"{phase}_offsets", each.offsets, torch.int32),
+        )
+        for phase, each in work.items()
+    }
+    merge_tensor = buffers.copy("merges", merge_items.reshape(-1, MERGE_FIELDS), torch.int32)
+    return Plan(
+        signature=signature,
+        slot_mapping=buffers.copy("slot_mapping", step.slot_mapping, torch.int64),
+        num_tokens=step.num_tokens,
+        max_block_id=step.max_block_id,
+        max_slot=step.max_slot,
+        block_table=buffers.copy("block_table", step.block_table, torch.int32),
+        work={phase: tensors[phase] for phase in PHASES if not work[phase].is_empty},
+        merge_items=merge_tensor if len(merge_items) else None,
+        partial_out=buffers.empty("partial_out", (rows, num_qo_heads, head_dim_v), torch.float32),
+        partial_lse=buffers.empty("partial_lse", (rows, num_qo_heads), torch.float32),
+        lse=buffers.empty("lse", (step.num_tokens, num_qo_heads), torch.float32),
+        buffers=buffers,
     )
-    merges = np.zeros((len(merged), MERGE_FIELDS), np.int64)
-    merges[:, Merge.OUT_ROW] = step.query_start_loc[sequences][merged] + token
-    merges[:, Merge.PARTIAL] = partial[merged] + token
-    merges[:, Merge.COUNT] = ranges[merged]
-    merges[:, Merge.STRIDE] = q_len[merged]
-    return (
-        items.astype(np.int32),
-        merges.astype(np.int32),
-        first_partial + int(partial_rows.sum()),
-    )
-
-
-def balance(items: IntArray, num_workers: int) -> WorkList:
-    """Deal items out in stretches of about equal work, in order (so a worker's K/V stay near).
-
-    The heaviest worker has at most one item more than the mean.
-    """
-    rows = items[:, Item.ROW_END] - items[:, Item.ROW_BEGIN]
-    keys = items[:, Item.KV_END].astype(np.int64) - items[:, Item.KV_BEGIN]
-    done = np.cumsum((keys + ITEM_OVERHEAD_KEYS) * np.maximum(rows, 1))
-    shares = np.arange(1, num_workers) * (done[-1] if len(done) else 0) / num_workers
-    # An item belongs to the worker in whose share its middle lies.
-    middle = done - np.diff(done, prepend=0) / 2
-    cuts = np.searchsorted(middle, shares)
-    return WorkList(items, np.concatenate([[0], cuts, [len(items)]]).astype(np.int32))

@@ -21,9 +21,18 @@ def reference_kernel(spec: AttentionSpec) -> Kernel:
     nhd = spec.layout == "NHD"
 
     def attention(
-        q: Any, k_cache: Any, v_cache: Any, block_table: Any, items: Any, _offsets: Any,
-        out: Any, lse: Any, partial_out: Any, partial_lse: Any, sm_scale: float,
-    ) -> None:  # fmt: skip
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        block_table: Any,
+        items: Any,
+        _offsets: Any,
+        out: Any,
+        lse: Any,
+        partial_out: Any,
+        partial_lse: Any,
+        sm_scale: float,
+    ) -> None:
         group_size = q.shape[1] // k_cache.shape[2 if nhd else 1]
         for item in items.tolist():
             begin, end = item[Item.KV_BEGIN], item[Item.KV_END]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tvmpaged import reference as reference
     from tvmpaged.runtime.attention import PagedAttention as PagedAttention
-    from tvmpaged.runtime.attention import merge_states as merge_states
     from tvmpaged.runtime.block_manager import BlockManager as BlockManager
     from tvmpaged.runtime.engine import Engine as Engine
     from tvmpaged.runtime.errors import OutOfBlocksError as OutOfBlocksError
+    from tvmpaged.runtime.merge_states import merge_states as merge_states
     from tvmpaged.runtime.outputs import CompletionOutput as CompletionOutput
     from tvmpaged.runtime.outputs import RequestOutput as RequestOutput
     from tvmpaged.runtime.params import BeamSearchParams as BeamSearchParams
@@ -34,7 +34,7 @@ _HOME = {
     "RequestOutput": "tvmpaged.runtime.outputs",
     "SamplingParams": "tvmpaged.runtime.params",
     "TargetKey": "tvmpaged.spec",
-    "merge_states": "tvmpaged.runtime.attention",
+    "merge_states": "tvmpaged.runtime.merge_states",
 }
 
 __all__ = [

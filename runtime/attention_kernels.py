@@ -1,0 +1,68 @@
+"""Which kernels a `PagedAttention` needs, and loading them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tvmpaged.runtime.kernel_set import Kernel, load_kernel
+from tvmpaged.runtime.plan import PHASES
+from tvmpaged.runtime.reference_kernels import reference_kernel
+from tvmpaged.spec import AttentionSpec
+
+
+def attention_specs(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,
+    kv_dtype: Any,
+    kv_layout: str | None,
+    device: str | torch.device,
+) -> dict[str, AttentionSpec]:
+    """Return the spec of each kernel an instance needs; refuses what none can serve."""
+    for name, value in (
+        ("num_qo_heads", num_qo_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("block_size", block_size),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be an int")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}"
+        )
+    if str(device) != "cpu":
+        raise ValueError(f"device={str(device)!r} is not supported yet; allowed: 'cpu'")
+    layout = "HND" if kv_layout is None else kv_layout
+    if layout == "native":
+        layout = "HND"  # the fastest that bundles hold so far
+    sizes = (head_dim, num_qo_heads // num_kv_heads, block_size)
+    return {
+        "decode": AttentionSpec.make("decode", dtype, *sizes, kv_dtype=kv_dtype, layout=layout),
+        "prefill": AttentionSpec.make("prefill", dtype, *sizes, kv_dtype=kv_dtype, layout=layout),
+        "merge": AttentionSpec.make("merge", dtype),
+        "append_kv": AttentionSpec.make("append_kv", dtype, kv_dtype=kv_dtype, layout=layout),
+        "copy_blocks": AttentionSpec.make("copy_blocks", "float32"),
+    }
+
+
+def load_kernels(
+    specs: dict[str, AttentionSpec], bundle: Any, strict: bool, allow_reference: bool
+) -> dict[str, Kernel]:
+    """Load each kernel; `strict` concerns the two that have specialised artifacts."""
+
+    def load(name: str, spec: AttentionSpec) -> Kernel:
+        try:
+            return load_kernel(spec, bundle, strict and name in PHASES)
+        except FileNotFoundError:
+            if not allow_reference:
+                raise
+            return reference_kernel(spec)
+
+    return {name: load(name, spec) for name, spec in specs.items()}

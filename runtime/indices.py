@@ -1,0 +1,102 @@
+"""Index arrays from outside: int32 or int64, converted and checked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+def index_array(name: str, value: Any, ndim: int) -> LongArray:
+    """Return an int64 copy.
+
+    Raises
+    ------
+    ValueError, TypeError
+        When it has another number of dimensions or another dtype.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    if array.size == 0 and array.dtype.kind == "f":  # an empty list has no dtype of its own
+        array = array.astype(np.int64)
+    if array.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        raise TypeError(f"{name} must be int32 or int64; got {array.dtype}")
+    if array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension(s); got shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def check_distinct_slots(slots: LongArray) -> None:
+    """Refuse a slot mapping that writes one slot twice (the result would depend on a race)."""
+    taken = np.sort(slots[slots >= 0])
+    twice = taken[1:][taken[1:] == taken[:-1]]
+    if len(twice):
+        raise ValueError(f"slot_mapping writes slot {int(twice[0])} more than once")
+
+
+def check_slots(value: Any, num_slots: int, *, distinct: bool = True) -> torch.Tensor:
+    """Return a slot mapping as an aligned ``[num_tokens]`` int64 tensor.
+
+    Parameters
+    ----------
+    value : array of int
+        Slots; -1 skips a token.
+    num_slots : int
+        Slots of the cache.
+    distinct : bool
+        Whether a slot may appear only once.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the slot.
+    """
+    slots = index_array("slot_mapping", value, 1)
+    if len(slots) and not -1 <= slots.min() <= slots.max() < num_slots:
+        bad = slots[(slots < -1) | (slots >= num_slots)][0]
+        raise ValueError(
+            f"slot_mapping names slot {bad}; the cache has slots 0..{num_slots - 1}, and -1 skips"
+        )
+    if distinct:
+        check_distinct_slots(slots)
+    return torch.empty(len(slots), dtype=torch.int64).copy_(torch.from_numpy(slots))
+
+
+def check_copies(value: Any, num_blocks: int) -> torch.Tensor:
+    """Return block copies as an aligned ``[num_copies, 2]`` int32 tensor.
+
+    Parameters
+    ----------
+    value : array of int
+        (source, destination) pairs; may be empty.
+    num_blocks : int
+        Blocks of the cache.
+
+    Raises
+    ------
+    ValueError, TypeError
+        When a block is out of range, a destination appears twice, or one is also a source: the
+        result would depend on the order of the copies.
+    """
+    if isinstance(value, list | tuple) and not value:
+        value = np.zeros((0, 2), np.int64)
+    copies = index_array("block_copies", value, 2)
+    if copies.shape[1] != 2:
+        raise ValueError(f"block_copies has shape {copies.shape}; expected [num_copies, 2]")
+    if len(copies) and not 0 <= copies.min() <= copies.max() < num_blocks:
+        bad = copies[(copies < 0) | (copies >= num_blocks)][0]
+        raise ValueError(f"block_copies names block {bad}; the cache has 0..{num_blocks - 1}")
+    sources, destinations = set(copies[:, 0].tolist()), copies[:, 1].tolist()
+    twice = [each for each in destinations if destinations.count(each) > 1]
+    if twice:
+        raise ValueError(f"block_copies has destination {twice[0]} more than once")
+    both = sources.intersection(destinations)
+    if both:
+        raise ValueError(f"block_copies has block {min(both)} as a source and as a destination")
+    return torch.empty(copies.shape, dtype=torch.int32).copy_(torch.from_numpy(copies))

@@ -1,0 +1,66 @@
+"""``merge_states``: two partial attentions into one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tvmpaged.runtime.kernel_set import load_kernel
+from tvmpaged.runtime.tensors import as_tensor, check_rows
+from tvmpaged.spec import AttentionSpec, dtype_name
+
+
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Merge two partial attentions over disjoint keys by their log-sum-exps.
+
+    Parameters
+    ----------
+    out_a, out_b : tensor
+        ``[num_tokens, num_qo_heads, head_dim]``, one dtype.
+    lse_a, lse_b : tensor
+        ``[num_tokens, num_qo_heads]`` float32, natural log; a part with -inf saw nothing and is
+        ignored whatever its values are.
+
+    Returns
+    -------
+    out, lse : tensor
+        As if all keys had been seen at once; of out_a's kind and dtype.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, its value and what is allowed.
+    """
+    first = as_tensor("out_a", out_a)
+    if first.dim() != 3:
+        raise ValueError(
+            f"out_a has shape {tuple(first.shape)}; expected [num_tokens, num_qo_heads, head_dim]"
+        )
+    tokens, heads, dim = first.shape
+    dtype = dtype_name(first.dtype)
+    spec = AttentionSpec.make("merge", dtype)
+    AttentionSpec.make("decode", dtype, head_dim=dim)  # refuses a head_dim that no kernel takes
+    outs = [
+        check_rows(name, value, heads, dim, first.dtype, stage=True)
+        for name, value in (("out_a", out_a), ("out_b", out_b))
+    ]
+    lses = [as_tensor(name, value) for name, value in (("lse_a", lse_a), ("lse_b", lse_b))]
+    for name, rows, lse in zip("ab", outs, lses, strict=True):
+        if len(rows) != tokens:
+            raise ValueError(f"out_{name} has {len(rows)} tokens, but out_a has {tokens}")
+        if lse.dtype != torch.float32 or tuple(lse.shape) != (tokens, heads):
+            raise ValueError(
+                f"lse_{name} is {lse.dtype} {tuple(lse.shape)}; expected float32 {(tokens, heads)}"
+            )
+    out, lse_out = torch.empty(first.shape, dtype=first.dtype), torch.empty(tokens, heads)
+    if tokens:
+        row = torch.arange(tokens, dtype=torch.int32)
+        merges = torch.stack([row, row, torch.full_like(row, 2), torch.full_like(row, tokens)], 1)
+        load_kernel(spec).call(
+            torch.cat([each.float() for each in outs]), torch.cat(lses), merges, out, lse_out
+        )
+    if isinstance(out_a, np.ndarray):
+        return out.numpy(), lse_out.numpy()
+    return out, lse_out

@@ -1,0 +1,157 @@
+"""What comes through the public face: every tensor is checked here before a kernel sees it.
+
+Compiled kernels check shapes, dtypes and strides themselves, but take alignment on trust and crash
+without it, and do not know which argument a user would call wrong.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Compiled kernels assume that data starts at a multiple of this.
+ALIGNMENT_BYTES = 64
+
+#: Caches of at least this size ask for huge pages (2 MiB on x86).
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+
+def as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return a torch tensor over the same memory.
+
+    Raises
+    ------
+    TypeError
+        When it is neither a torch tensor nor a NumPy array.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype not in (np.float32, np.float16):
+            raise TypeError(
+                f"{name} is a NumPy array of {value.dtype}; NumPy arrays may be float32 or float16 "
+                "(pass a torch tensor for bfloat16)"
+            )
+        if any(stride < 0 or stride % value.itemsize for stride in value.strides):
+            raise ValueError(f"{name} has strides {value.strides} bytes; copy it first")
+        if not value.flags.writeable:
+            # torch would warn: only `out` and caches are written, and those are refused later.
+            value = value.copy()
+        return torch.from_numpy(value)
+    raise TypeError(f"{name} must be a torch tensor or a NumPy array; got {type(value).__name__}")
+
+
+def check_rows(
+    name: str, value: Any, heads: int, dim: int, dtype: torch.dtype, *, stage: bool
+) -> torch.Tensor:
+    """Check a ``[num_tokens, heads, dim]`` tensor: packed last dimension, free outer strides.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for messages.
+    value : tensor
+        What was passed.
+    heads, dim : int
+        What is expected.
+    dtype : torch.dtype
+        What is expected.
+    stage : bool
+        Whether unaligned data is copied (an input) or refused (an output).
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, its value and what is allowed.
+    """
+    tensor = as_tensor(name, value)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; expected a strided tensor")
+    if tensor.dim() != 3 or tensor.shape[1:] != (heads, dim):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected [num_tokens, {heads}, {dim}]"
+        )
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.stride(2) == 1 and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    if tensor.numel() == 0:
+        return tensor.contiguous()
+    if not stage:
+        raise ValueError(
+            f"{name} must have a packed last dimension and start at a multiple of "
+            f"{ALIGNMENT_BYTES} bytes; got strides {tensor.stride()} and address "
+            f"{tensor.data_ptr() % ALIGNMENT_BYTES} past one"
+        )
+    return aligned_copy(tensor)
+
+
+def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a packed copy; torch's own allocations are aligned."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def check_cache(
+    name: str, value: Any, inner: tuple[int, int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Check one layer's cache: free block stride, the rest packed.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, its value and what is allowed. A cache is never copied.
+    """
+    tensor = as_tensor(name, value)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
+    if tensor.dim() != 4 or tuple(tensor.shape[1:]) != inner:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; expected [num_blocks, "
+            f"{inner[0]}, {inner[1]}, {inner[2]}]"
+        )
+    packed = (inner[1] * inner[2], inner[2], 1)
+    if tensor.stride()[1:] != packed:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; only the block stride is free, the inner ones "
+            f"must be {packed}"
+        )
+    block_elements = inner[0] * packed[0]
+    if tensor.shape[0] > 1 and tensor.stride(0) < block_elements:
+        raise ValueError(
+            f"{name} has block stride {tensor.stride(0)}, but a block has {block_elements} "
+            "elements: its blocks overlap"
+        )
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
+            f"{ALIGNMENT_BYTES}; caches must be aligned (new_cache makes them so)"
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a zero tensor whose memory is page-aligned and costs nothing until it is touched.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Its shape.
+    dtype : torch.dtype
+        Its dtype.
+    """
+    elements = int(np.prod(shape, dtype=np.int64))
+    if not elements:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if elements * dtype.itemsize >= HUGE_PAGE_BYTES:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
