@@ -1,0 +1,41 @@
+"""``bench`` measures what it says, and says what it measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tvmpaged.bench import Case, bench
+from tvmpaged.cli.app import main
+from tvmpaged.spec import AttentionSpec
+
+SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
+
+
+def test_bytes_and_operations_of_a_case_by_hand() -> None:
+    decode = Case(SPEC, num_kv_heads=2, batch=3, context=10, q_len=1)
+    assert decode.kv_bytes == 3 * 10 * 2 * (64 + 64) * 4
+    assert decode.flops == 2 * 3 * 6 * 10 * 128
+    prefill = Case(SPEC, num_kv_heads=1, batch=1, context=4, q_len=4)
+    assert prefill.flops == 2 * 3 * (1 + 2 + 3 + 4) * 128
+
+
+def test_rows_name_the_artifact_and_its_times_are_ordered(bundle: Path) -> None:
+    (row,) = bench([Case(SPEC, 2, 2, 40, 1)], bundle=str(bundle), rounds=5)
+    assert row.kind in ("tuned", "default", "generic")
+    assert len(row.artifact) == 64
+    assert 0 < row.p10_us <= row.median_us <= row.p90_us
+    assert row.torch_ratio is not None
+
+
+def test_a_spec_without_sizes_is_refused(bundle: Path) -> None:
+    with pytest.raises(ValueError, match="name its sizes"):
+        bench([Case(SPEC.generic(), 2, 2, 40, 1)], bundle=str(bundle))
+
+
+def test_the_command_prints_json_alone(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--spec", str(SPEC), "--bundle", str(bundle), "--context", "64"]
+    assert main([*arguments, "--rounds", "5", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["schema_version"] == 1
+    assert printed["rows"][0]["spec"] == str(SPEC)
