@@ -1,10 +1,13 @@
 """Real bundles for the tests: tiny shared libraries, built by gcc, behind a real manifest."""
 
 import ctypes
+import os
+import signal
 import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tvmpaged.bundle import Abi, Artifact, Built, BuiltWith, Git, Host, Manifest, encode, write
 from tvmpaged.bundle.trust import sha256
@@ -23,7 +26,7 @@ TIME = "2026-01-01T00:00:00+00:00"
 
 @cache
 def library(answer: int, folder: Path) -> bytes:
-    """Return a shared library whose function ``answer`` returns this number."""
+    """Return a shared library whose function ``answer`` returns this number; compiles in folder."""
     source, file = folder / f"{answer}.c", folder / f"{answer}.so"
     source.write_text(f"int answer(void) {{ return {answer}; }}\n")
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-o", str(file), str(source)]
@@ -88,3 +91,14 @@ def put_raw(folder: Path, data: bytes, name: str, found: Manifest | None = None)
     entry = artifact(file=name, sha256=sha256(data))
     raw = encode((found or header()).with_artifacts([entry]))
     (folder / "manifest.json").write_bytes(raw)
+
+
+def build_with_gcc(
+    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
+) -> None:
+    """Compile in place of TVM: quick, and fails as a spec's block size says."""
+    if spec.block_size == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if spec.block_size == 14:
+        raise ValueError("choices cannot be built: no")
+    path.write_bytes(library(spec.block_size + 100, path.parent))

@@ -1,0 +1,276 @@
+"""What ``tvmpaged package`` does: compile specs for targets, and put them into a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tvmpaged import build, schedules
+from tvmpaged.bundle import (
+    Abi,
+    Artifact,
+    Built,
+    Manifest,
+    Merge,
+    load_private_key,
+    merge,
+    read_existing,
+    utc_now,
+    write,
+)
+from tvmpaged.compile_pool import Build, Job, compile_all
+from tvmpaged.cpu import MICROARCHITECTURES, native_target
+from tvmpaged.provenance import built_with, git_state
+from tvmpaged.recorded import Record, read_record
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+#: Called with how many artifacts are done, how many there are, and the last one's name.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """What became of one target.
+
+    Parameters
+    ----------
+    target : TargetKey
+        Which.
+    folder : Path
+        Its folder in the bundle.
+    merge : Merge
+        What was taken, unchanged, kept ...
+    failures : dict
+        Spec -> why it has no artifact.
+    notes : tuple of str
+        What a person should know, such as a stale record.
+    """
+
+    target: TargetKey
+    folder: Path
+    merge: Merge
+    failures: dict[AttentionSpec, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_refused(self) -> int:
+        """How many specs are not in the bundle as they were asked for."""
+        return len(self.failures) + len(self.merge.kept)
+
+
+def parse_target(text: str) -> TargetKey:
+    """Return the target a user names; ``native`` is this machine's CPU.
+
+    Raises
+    ------
+    ValueError
+        When it is none.
+    """
+    return native_target() if text == "native" else TargetKey.parse(text)
+
+
+def base_specs() -> list[AttentionSpec]:
+    """Return the base set: with it, every spec resolves, if not to the fastest kernel.
+
+    Attention with all sizes at run time for K/V of q's dtype and, under a float32 q, of the 16-bit
+    ones; what writes, copies and merges.
+    """
+    pairs = [(dtype, dtype) for dtype in DTYPES]
+    pairs += [("float32", dtype) for dtype in DTYPES if dtype != "float32"]
+    specs = [
+        AttentionSpec.make(kernel, dtype, kv_dtype=kv_dtype, layout=layout)
+        for kernel in (*ATTENTION_KERNELS, "append_kv")
+        for dtype, kv_dtype in pairs
+        for layout in ("HND", "NHD")
+    ]
+    specs += [AttentionSpec.make("merge", dtype) for dtype in DTYPES]
+    # Blocks are bytes to it: one serves all dtypes, layouts and sizes.
+    return [*specs, AttentionSpec.make("copy_blocks", "float32")]
+
+
+def package(
+    specs: Sequence[AttentionSpec],
+    targets: Sequence[TargetKey],
+    out: Path,
+    *,
+    records_dir: Path = Path("tuning_logs"),
+    base: bool = False,
+    jobs: int = 1,
+    replace_existing: bool = False,
+    sign: Path | None = None,
+    progress: Progress | None = None,
+    compile_with: Build | None = None,
+) -> list[Packaged]:
+    """Compile specs for targets into a bundle.
+
+    A spec with a record for its target becomes a tuned artifact, another one an untuned default. A
+    spec that fails leaves the others alone; what the bundle already holds is not compiled again.
+
+    Parameters
+    ----------
+    specs : sequence of AttentionSpec
+        What to compile.
+    targets : sequence of TargetKey
+        For what; the machine itself needs none of them.
+    out : Path
+        The bundle.
+    records_dir : Path
+        Where ``<target>/<spec>/record.json`` lie.
+    base : bool
+        Also `base_specs`.
+    jobs : int
+        Compiler processes at a time.
+    replace_existing : bool
+        Replace artifacts that differ from the new ones.
+    sign : Path, optional
+        PEM file of the Ed25519 private key that signs the manifests.
+    progress : callable, optional
+        See `Progress`.
+    compile_with : callable, optional
+        Compiles instead of `tvmpaged.build.build_artifact`; importable by name.
+
+    Raises
+    ------
+    ValueError
+        When there is nothing to do, or `jobs` is no positive number.
+    BundleError
+        When the bundle or the key cannot be read, or the bundle cannot be written.
+    """
+    wanted = list(dict.fromkeys([*specs, *(base_specs() if base else ())]))
+    if not wanted or not targets:
+        raise ValueError("nothing to package: give specs (or --base) and a target")
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    key = load_private_key(sign) if sign is not None else None
+    report = progress or _silent
+    total, done, found = len(wanted) * len(targets), 0, []
+    for target in dict.fromkeys(targets):
+
+        def advance(count: int, what: str, before: int = done) -> None:
+            report(before + count, total, what)
+
+        work = _Work(target, out, records_dir, jobs, replace_existing, key, compile_with)
+        found.append(work.run(wanted, advance))
+        done += len(wanted)
+    return found
+
+
+def _silent(done: int, total: int, what: str) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The part of a call that concerns one target."""
+
+    target: TargetKey
+    out: Path
+    records_dir: Path
+    jobs: int
+    replace_existing: bool
+    key: Ed25519PrivateKey | None
+    compile_with: Build | None
+
+    def run(self, specs: Sequence[AttentionSpec], advance: Callable[[int, str], None]) -> Packaged:
+        header = _header(self.target)
+        artifacts, failures, notes = self._describe(specs, header)
+        existing = read_existing(self.out, self.target, self.replace_existing)
+        decision = merge(existing, header, artifacts, self.replace_existing)
+        done = len(specs) - len(decision.taken)
+        if done:
+            advance(done, "already there")
+
+        wanted = {each.spec: each for each in decision.taken}
+        jobs = [Job(spec, self.target, each.choices) for spec, each in wanted.items()]
+        built = []
+        for outcome in compile_all(jobs, self.jobs, self.compile_with):
+            done += 1
+            advance(done, str(outcome.job.spec))
+            if outcome.failure:
+                failures[outcome.job.spec] = outcome.failure
+            else:
+                built.append(Built(wanted[outcome.job.spec], outcome.data))
+
+        if built or (self.key is not None and existing is not None):
+            # Without new ones nothing may go, whatever was allowed to.
+            may_replace = self.replace_existing and bool(built)
+            written = write(header, built, self.out, replace_existing=may_replace, key=self.key)
+            decision = replace(
+                written,
+                unchanged=decision.unchanged + written.unchanged,
+                kept=decision.kept + written.kept,
+            )
+        else:
+            decision = replace(decision, taken=(), replaced=(), dropped=())
+        folder = self.out / str(self.target)
+        return Packaged(self.target, folder, decision, failures, tuple(notes))
+
+    def _describe(
+        self, specs: Sequence[AttentionSpec], header: Manifest
+    ) -> tuple[list[Artifact], dict[AttentionSpec, str], list[str]]:
+        """Return the artifacts as they would be, before anything is compiled."""
+        artifacts, failures, notes = [], {}, []
+        sources = build.source_sha256()
+        for spec in specs:
+            try:
+                record = read_record(self.records_dir, self.target, spec)
+                choices = record.choices if record else schedules.default_choices(spec, self.target)
+            except (OSError, ValueError) as error:
+                failures[spec] = str(error)
+                continue
+            artifact = Artifact(
+                spec=spec,
+                file="",
+                sha256="",
+                symbol=build.symbol_name(spec),
+                kind="generic" if spec.is_generic else "default",
+                choices=dict(choices),
+                source_sha256=sources,
+                built_with=header.built_with,
+                git=header.git,
+                created_at=header.created_at,
+            )
+            if record:
+                artifact = _with_record(artifact, record)
+                if record.source_sha256 != sources:
+                    notes.append(
+                        f"{spec}: the record is stale: its choices were found with other kernel "
+                        "sources, and what it measured is left out; tune again"
+                    )
+            artifacts.append(artifact)
+        return artifacts, failures, notes
+
+
+def _with_record(artifact: Artifact, record: Record) -> Artifact:
+    fresh = record.source_sha256 == artifact.source_sha256
+    return replace(
+        artifact,
+        kind="tuned",
+        record_id=record.record_id,
+        mlflow_run_id=record.mlflow_run_id,
+        # Other sources make another program of the same choices: its time is not known.
+        measured_us=record.median_us if fresh else None,
+        measured_on=record.device if fresh else None,
+        num_threads=record.num_threads if fresh else None,
+    )
+
+
+def _header(target: TargetKey) -> Manifest:
+    cpu = target.kind == "cpu"
+    if cpu and target.arch not in MICROARCHITECTURES:
+        known = ", ".join(f"cpu/{name}" for name in MICROARCHITECTURES)
+        raise ValueError(f"target={target} is not known; allowed: native, {known}")
+    return Manifest(
+        target=target,
+        abi=Abi(),
+        cpu_features=tuple(sorted(MICROARCHITECTURES[target.arch])) if cpu else (),
+        sm_arch=None if cpu else target.arch,
+        built_with=built_with(target),
+        git=git_state(),
+        created_at=utc_now(),
+    )

@@ -1,0 +1,47 @@
+"""Where an artifact comes from: the commit of the sources, and the exact versions of the tools."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tvmpaged.bundle import BuiltWith, Git
+from tvmpaged.bundle.search import installed_version
+from tvmpaged.spec import TargetKey
+
+
+def _output(*command: str) -> str | None:
+    """Return what a program prints, or None when it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def git_state(folder: Path = Path(__file__).parent) -> Git:
+    """Return the commit of the checkout that holds the sources, and whether it has other changes.
+
+    Both are None outside a checkout. An installed package may lie inside somebody else's checkout,
+    so the sources must be tracked there.
+    """
+    git = ("git", "-C", str(folder))
+    if _output(*git, "ls-files", "--error-unmatch", "spec.py") is None:
+        return Git(None, None)
+    commit, status = _output(*git, "rev-parse", "HEAD"), _output(*git, "status", "--porcelain")
+    return Git(commit, None if status is None else bool(status))
+
+
+def built_with(target: TargetKey) -> BuiltWith:
+    """Return the exact versions that a build for this target uses."""
+    from tvm.support import cc
+
+    linker = _output(cc.get_cc(), "--version") or "unknown"
+    toolkit = _output("nvcc", "--version") if target.kind == "cuda" else None
+    return BuiltWith(
+        tvmpaged=installed_version("tvmpaged"),
+        tvm=installed_version("apache-tvm"),
+        tvm_ffi=installed_version("apache-tvm-ffi"),
+        linker=linker.splitlines()[0],
+        toolkit=toolkit.splitlines()[-1] if toolkit else None,
+    )
