@@ -6,6 +6,7 @@ the runtime against the truth.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,11 @@ def reference_kernel(spec: AttentionSpec) -> Kernel:
         source, destination = block_copies.long().unbind(1)
         cache[destination] = cache[source]
 
-    calls = {"merge": merge, "append_kv": append_kv, "copy_blocks": copy_blocks}
+    calls: dict[str, Callable[..., Any]] = {
+        "merge": merge,
+        "append_kv": append_kv,
+        "copy_blocks": copy_blocks,
+    }
     return Kernel(
         call=calls.get(spec.kernel, attention),
         spec=spec,

@@ -202,18 +202,21 @@ class AttentionSpec:
                 "'decode-q.float32-kv.float32-o.float32-d64-v64-b16-g3-HND-n1'"
             )
         fields = match.groupdict()
-        sizes = {
-            name: RUN_TIME if fields[name] == "any" else int(fields[name])
-            for name in ("head_dim", "head_dim_v", "block_size", "group_size")
-        }
+
+        def size(name: str) -> int:
+            return RUN_TIME if fields[name] == "any" else int(fields[name])
+
         return cls(
             kernel=fields["kernel"],
             q_dtype=fields["q"],
             kv_dtype=fields["kv"],
             out_dtype=fields["o"],
+            head_dim=size("head_dim"),
+            head_dim_v=size("head_dim_v"),
+            block_size=size("block_size"),
+            group_size=size("group_size"),
             layout=fields["layout"],
             numerics=fields["numerics"],
-            **sizes,
         )
 
 

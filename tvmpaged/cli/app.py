@@ -5,6 +5,7 @@ are its options, and a text ``EXAMPLE`` that ends its help. `COMMANDS` lists it.
 """
 
 import importlib
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,11 @@ COMMANDS = {
     "generate": "Decode text with a model.",
     "env": "Print everything a bug report needs.",
 }
+
+#: Read when torch loads its OpenMP library. Idle threads of that library spin for milliseconds by
+#: default; beside the kernels' own threads, or anyone else's load, each parallel region then costs
+#: a scheduler's slice (measured on two busy cores: a decode step took three times as long).
+_THREAD_SETTINGS = {"GOMP_SPINCOUNT": "20000"}
 
 
 @cache
@@ -177,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         See `tvmpaged.cli.errors.ExitCode`.
     """
+    for name, value in _THREAD_SETTINGS.items():
+        os.environ.setdefault(name, value)
     with _sigterm_interrupts() as received:
         try:
             args = None if argv is None else list(argv)
