@@ -49,6 +49,8 @@ class EngineCore:
 
     def add(self, request: Request, root: Sequence) -> None:
         """Put a request in the line."""
+        if request.request_id in self.requests:
+            raise ValueError(f"request_id={request.request_id!r} is that of an unfinished request")
         request.sequences.append(root)
         self.requests[request.request_id] = request
         self.counters.num_prompt_tokens += len(request.prompt_token_ids)

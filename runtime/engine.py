@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
 from typing import TYPE_CHECKING, Any, Self
 
 from tvmpaged.runtime.attention import PagedAttention
-from tvmpaged.runtime.beam import BeamGroup
 from tvmpaged.runtime.block_manager import BlockManager
 from tvmpaged.runtime.core import EngineCore
-from tvmpaged.runtime.detokenize import Detokenizer, output_text
 from tvmpaged.runtime.errors import checked_int
-from tvmpaged.runtime.limits import max_output_tokens, num_branches
+from tvmpaged.runtime.intake import Intake
 from tvmpaged.runtime.memory import block_bytes, num_blocks_for
 from tvmpaged.runtime.model import CausalModel, load_model
 from tvmpaged.runtime.params import BeamSearchParams, SamplingParams
-from tvmpaged.runtime.prompts import check_params, encode, is_messages, match_params, split_prompts
+from tvmpaged.runtime.prompts import is_messages, match_params, split_prompts
 from tvmpaged.runtime.runner import Runner
 from tvmpaged.runtime.scheduler import Scheduler
-from tvmpaged.runtime.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     import os
@@ -49,21 +44,25 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        device: str,
     ) -> None:
         self.model = model
         self.tokenizer = model.tokenizer
         self.attention = attention
         self.block_manager = block_manager
         self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
         self._core = EngineCore(
             Scheduler(block_manager, max_num_seqs, max_num_batched_tokens),
-            Runner(model, attention, block_manager, device),
+            Runner(model, attention, block_manager),
             self._token_text,
         )
+        self._intake = Intake(
+            model,
+            block_manager,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            new_seq_id=self._core.new_seq_id,
+        )
         self._undelivered: dict[str, RequestOutput] = {}
-        self._arrivals = itertools.count()
 
     @classmethod
     def from_pretrained(
@@ -119,34 +118,66 @@ class Engine:
         """
         if compile:
             raise ValueError("compile=True is not available yet; allowed: False")
-        block_size = checked_int("block_size", block_size, 1)
-        max_num_seqs = checked_int("max_num_seqs", max_num_seqs, 1)
-        max_tokens = checked_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        loaded = load_model(model, dtype=dtype, device=device, revision=revision)
-        length = loaded.max_length if max_model_len is None else max_model_len
-        length = checked_int("max_model_len", length, 2, loaded.max_length)
-        attention = PagedAttention(
-            num_qo_heads=loaded.num_qo_heads,
-            num_kv_heads=loaded.num_kv_heads,
-            head_dim=loaded.head_dim,
+        return cls.from_loaded(
+            load_model(model, dtype=dtype, device=device, revision=revision),
             block_size=block_size,
-            dtype=loaded.dtype,
-            device=device,
+            num_blocks=num_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
             bundle=bundle,
         )
-        block = block_bytes(
-            loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, block_size, loaded.dtype
+
+    @classmethod
+    def from_loaded(
+        cls,
+        model: CausalModel,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        bundle: Any = None,
+    ) -> Self:
+        """Make an engine for a model of `load_model`; several may share one.
+
+        Arguments and errors are those of `from_pretrained`.
+        """
+        block_size = checked_int("block_size", block_size, 1)
+        length = model.max_length if max_model_len is None else max_model_len
+        length = checked_int("max_model_len", length, 2, model.max_length)
+        max_num_seqs = checked_int("max_num_seqs", max_num_seqs, 1)
+        attention = PagedAttention(
+            num_qo_heads=model.num_qo_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=block_size,
+            dtype=model.dtype,
+            kv_layout="native",
+            device=model.device,
+            bundle=bundle,
         )
-        needed = max_num_seqs * -(-length // block_size)
-        count = num_blocks_for(block, needed, kv_cache_memory_bytes, num_blocks, device)
+        count = num_blocks_for(
+            block_bytes(
+                model.num_layers, model.num_kv_heads, model.head_dim, block_size, model.dtype
+            ),
+            max_num_seqs * -(-length // block_size),
+            kv_cache_memory_bytes,
+            num_blocks,
+            model.device,
+        )
         return cls(
-            loaded,
+            model,
             attention,
             BlockManager(count, block_size, enable_prefix_caching),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_tokens,
+            max_num_batched_tokens=checked_int("max_num_batched_tokens", max_num_batched_tokens, 1),
             max_model_len=length,
-            device=device,
         )
 
     def generate(
@@ -235,24 +266,8 @@ class Engine:
         ValueError, TypeError
             Naming what is wrong, or does not fit the model or the cache.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise TypeError(f"params={params!r} must be SamplingParams or BeamSearchParams")
-        check_params(params, self.model.vocab_size)
-        text, token_ids = encode(self.tokenizer, prompt, self.model.vocab_size)
-        request = self._new_request(request_id, text, token_ids, params)
-        root = Sequence(
-            seq_id=self._core.new_seq_id(),
-            request=request,
-            sample_index=request.next_sample_index(),
-            token_ids=token_ids.copy(),
-            detokenizer=self._detokenizer(request),
-            num_pending_forks=num_branches(params) - 1,
-        )
-        if isinstance(params, BeamSearchParams):
-            request.beams = BeamGroup(
-                request, root, lambda output: output_text(self.tokenizer, token_ids, output)
-            )
+        wanted = SamplingParams() if params is None else params
+        request, root = self._intake.request(request_id, prompt, wanted)
         self._core.add(request, root)
         return request.request_id
 
@@ -295,21 +310,12 @@ class Engine:
             For a request that is unknown or finished, a beam search, or params that do not fit.
         """
         parent = self._core.requests.get(request_id)
-        if parent is None or parent.beams is not None:
-            kind = "unknown or finished" if parent is None else "a beam search"
-            raise ValueError(f"request_id={request_id!r} is {kind} and cannot be forked")
-        wanted = parent.params if params is None else params
-        if not isinstance(wanted, SamplingParams):
-            raise TypeError(f"params={params!r} must be SamplingParams")
-        check_params(wanted, self.model.vocab_size)
-        child = self._new_request(None, parent.prompt, parent.prompt_token_ids, wanted)
-        if params is None:
-            child.seed, child.root = parent.seed, parent.root or parent
+        if parent is None:
+            raise ValueError(f"request_id={request_id!r} is unknown or finished")
+        child = self._intake.child(parent, params)
         self._core.fork(parent, child)
         if params is not None:
-            for seq in child.sequences:
-                seq.detokenizer = self._detokenizer(child)
-                seq.detokenizer.extend(seq.output_token_ids)
+            self._intake.set_text_options(child)
         return child.request_id
 
     def abort_request(self, request_id: str) -> bool:
@@ -339,43 +345,6 @@ class Engine:
             for name in names:
                 self.abort_request(name)
         return [results[name] for name in names]
-
-    def _new_request(
-        self,
-        request_id: str | None,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
-    ) -> Request:
-        arrival = next(self._arrivals)
-        request_id = f"request-{arrival}" if request_id is None else request_id
-        if request_id in self._core.requests:
-            raise ValueError(f"request_id={request_id!r} is the name of an unfinished request")
-        seed = params.seed if isinstance(params, SamplingParams) else 0
-        return Request(
-            request_id=request_id,
-            arrival=arrival,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=secrets.randbits(63) if seed is None else seed,
-            eos_token_ids=self.model.eos_token_ids,
-            max_tokens=max_output_tokens(
-                len(token_ids), params, self.block_manager, self.max_model_len, self.max_num_seqs
-            ),
-        )
-
-    def _detokenizer(self, request: Request) -> Detokenizer:
-        params = request.params
-        if not isinstance(params, SamplingParams) or not params.detokenize:
-            return Detokenizer(None, request.prompt_token_ids)
-        return Detokenizer(
-            self.tokenizer,
-            request.prompt_token_ids,
-            params.stop_strings,
-            params.include_stop_str_in_output,
-            params.skip_special_tokens,
-        )
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))

@@ -93,7 +93,8 @@ class PagedStep:
         """Write the layer's new K/V, then attend to all that each token sees."""
         k_cache, v_cache = self.k_caches[layer_idx], self.v_caches[layer_idx]
         self.attention.append_kv(k, v, k_cache, v_cache, self.plan.slot_mapping)
-        return self.attention.run(self.plan, q, k_cache, v_cache, sm_scale=sm_scale)
+        out: torch.Tensor = self.attention.run(self.plan, q, k_cache, v_cache, sm_scale=sm_scale)
+        return out
 
 
 def attention_forward(

@@ -156,7 +156,7 @@ class CausalModel:
         None when the folder has none: prompts are then token ids.
     model_type : str
         The config's.
-    dtype : str
+    dtype, device : str
         Of weights and cache.
     num_layers, num_qo_heads, num_kv_heads, head_dim : int
         As seen in a first pass, not as the config says.
@@ -172,6 +172,7 @@ class CausalModel:
     tokenizer: Any
     model_type: str
     dtype: str
+    device: str
     num_layers: int
     num_qo_heads: int
     num_kv_heads: int
@@ -257,7 +258,11 @@ def load_model(
     wanted = dtype or ("float32" if source.gguf_file else "auto")
     with _readable_errors(model):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            source.folder, attn_implementation=ATTENTION_NAME, dtype=wanted, **arguments
+            source.folder,
+            config=config,
+            attn_implementation=ATTENTION_NAME,
+            dtype=wanted,
+            **arguments,
         )
         tokenizer = None
         if source.has_tokenizer:
@@ -270,6 +275,7 @@ def load_model(
         tokenizer=tokenizer,
         model_type=config.model_type,
         dtype=dtype_name(loaded.dtype),
+        device=str(loaded.device),
         max_length=max_length(config),
         eos_token_ids=_eos_token_ids(loaded),
         **shape,

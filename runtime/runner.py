@@ -31,14 +31,11 @@ class Runner:
         Its attention.
     block_manager : BlockManager
         Which blocks hold which tokens.
-    device : str
-        Where the model and the cache are.
     """
 
     model: CausalModel
     attention: PagedAttention
     block_manager: BlockManager
-    device: str
 
     def __post_init__(self) -> None:
         self.k_caches, self.v_caches = self.attention.new_cache(
@@ -105,4 +102,4 @@ class Runner:
         return padded
 
     def _tensor(self, values: object) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(self.device)
+        return torch.as_tensor(values, dtype=torch.int64).to(self.model.device)

@@ -61,11 +61,6 @@ class Scheduler:
         self.num_admitted_tokens = 0
         self.num_hit_tokens = 0  # those of them found in the prefix cache
 
-    @property
-    def has_work(self) -> bool:
-        """True when a step would compute something."""
-        return bool(self.waiting) or any(seq.num_uncomputed for seq in self.running)
-
     def add(self, seq: Sequence) -> None:
         """Let a sequence wait for blocks."""
         seq.status = Status.WAITING
