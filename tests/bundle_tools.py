@@ -102,3 +102,25 @@ def build_with_gcc(
     if spec.block_size == 14:
         raise ValueError("choices cannot be built: no")
     path.write_bytes(library(spec.block_size + 100, path.parent))
+
+
+def key_pair(stem: Path) -> tuple[Path, Path]:
+    """Write a new Ed25519 key pair and return the private and the public file."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private, public = stem.with_suffix(".key.pem"), stem.with_suffix(".pem")
+    private.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return private, public

@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bundle_tools import OTHER_SPEC, SPEC, V3, artifact, call, header, host, library, put
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from bundle_tools import OTHER_SPEC, SPEC, V3, artifact, call, header, host, key_pair, library, put
 from filelock import FileLock
 
 from tvmpaged import bundle
@@ -333,24 +331,6 @@ def test_the_lock_of_a_killed_writer_is_free_and_a_live_ones_is_waited_for(
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
     return key_pair(tmp_path / "mine")
-
-
-def key_pair(stem: Path) -> tuple[Path, Path]:
-    key = Ed25519PrivateKey.generate()
-    private, public = stem.with_suffix(".key.pem"), stem.with_suffix(".pem")
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-    return private, public
 
 
 def test_a_signed_bundle(tmp_path: Path, keys: tuple[Path, Path]) -> None:

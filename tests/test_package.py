@@ -241,18 +241,3 @@ def test_killed_while_packaging_the_bundle_is_the_old_one_or_the_new_one(tmp_pat
         assert found in ({SPEC}, {SPEC, OTHER_SPEC})
     pack(tmp_path, OTHER_SPEC)
     assert len(read_manifest(tmp_path / "bundle", V3).artifacts) == 2
-
-
-def test_a_real_kernel_is_compiled_and_computes(tmp_path: Path) -> None:
-    tvm_ffi = pytest.importorskip("tvm_ffi")
-    torch = pytest.importorskip("torch")
-    spec = AttentionSpec.make("copy_blocks", "float32")
-    (done,) = package([spec], [V3], tmp_path, records_dir=tmp_path)
-    assert not done.failures
-    entry = read_manifest(tmp_path, V3).artifacts[0]
-    with bundle.open_artifact(tmp_path, V3, entry) as path:
-        copy = tvm_ffi.load_module(str(path)).get_function(entry.symbol)
-    cache = torch.arange(4 * 64, dtype=torch.uint8).reshape(4, 64)
-    expected = cache[1].clone()
-    copy(cache, torch.tensor([[1, 3]], dtype=torch.int32))
-    assert torch.equal(cache[3], expected)

@@ -23,11 +23,13 @@ from tvmpaged.bundle import (
 from tvmpaged.compile_pool import Build, Job, compile_all
 from tvmpaged.cpu import MICROARCHITECTURES, native_target
 from tvmpaged.provenance import built_with, git_state
-from tvmpaged.recorded import Record, read_record
+from tvmpaged.recorded import Record, all_records, read_record
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SCHEMA_VERSION = 1
 
 #: Called with how many artifacts are done, how many there are, and the last one's name.
 Progress = Callable[[int, int, str], None]
@@ -72,6 +74,21 @@ def parse_target(text: str) -> TargetKey:
         When it is none.
     """
     return native_target() if text == "native" else TargetKey.parse(text)
+
+
+def recorded_specs(records_dir: Path, targets: Sequence[TargetKey]) -> list[AttentionSpec]:
+    """Return the specs that have a record for one of the targets.
+
+    Raises
+    ------
+    ValueError
+        When there is none, or one cannot be read.
+    """
+    found = [each.spec for target in targets for each in all_records(records_dir, target)]
+    if not found:
+        names = ", ".join(map(str, targets))
+        raise ValueError(f"records={str(records_dir)!r} holds no record for {names}")
+    return list(dict.fromkeys(found))
 
 
 def base_specs() -> list[AttentionSpec]:
@@ -187,7 +204,7 @@ class _Work:
 
         wanted = {each.spec: each for each in decision.taken}
         jobs = [Job(spec, self.target, each.choices) for spec, each in wanted.items()]
-        built = []
+        built: list[Built] = []
         for outcome in compile_all(jobs, self.jobs, self.compile_with):
             done += 1
             advance(done, str(outcome.job.spec))
@@ -198,6 +215,7 @@ class _Work:
 
         if built or (self.key is not None and existing is not None):
             # Without new ones nothing may go, whatever was allowed to.
+            built.sort(key=lambda each: str(each.artifact.spec))
             may_replace = self.replace_existing and bool(built)
             written = write(header, built, self.out, replace_existing=may_replace, key=self.key)
             decision = replace(

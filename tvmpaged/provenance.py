@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
+from shutil import which
 
 from tvmpaged.bundle import BuiltWith, Git
 from tvmpaged.bundle.search import installed_version
@@ -34,9 +36,12 @@ def git_state(folder: Path = Path(__file__).parent) -> Git:
 
 def built_with(target: TargetKey) -> BuiltWith:
     """Return the exact versions that a build for this target uses."""
-    from tvm.support import cc
-
-    linker = _output(cc.get_cc(), "--version") or "unknown"
+    # As TVM's export chooses it; to ask TVM would import the compiler where none is needed.
+    names = ("g++", "gcc", "clang++", "clang", "c++", "cc")
+    found = (
+        os.environ.get("CXX") or os.environ.get("CC") or next(filter(None, map(which, names)), "")
+    )
+    linker = _output(found, "--version") or "unknown"
     toolkit = _output("nvcc", "--version") if target.kind == "cuda" else None
     return BuiltWith(
         tvmpaged=installed_version("tvmpaged"),

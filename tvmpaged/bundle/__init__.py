@@ -19,7 +19,7 @@ from tvmpaged.bundle.manifest import (
 )
 from tvmpaged.bundle.merge import Kept, Merge, merge
 from tvmpaged.bundle.resolve import Accepted, Host, Rejected, Resolution, build_command, resolve
-from tvmpaged.bundle.search import Found, find, host_for, search, user_cache
+from tvmpaged.bundle.search import Found, find, host_for, prefer, search, user_cache
 from tvmpaged.bundle.signature import load_private_key, load_public_key
 from tvmpaged.bundle.write import Built, file_name, read_existing, utc_now, write
 
@@ -52,6 +52,7 @@ __all__ = [
     "load_public_key",
     "merge",
     "open_artifact",
+    "prefer",
     "read_artifact",
     "read_existing",
     "read_manifest",

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -32,6 +33,7 @@ SIGNATURE_VARIABLE = "TVMPAGED_REQUIRE_SIGNATURE"
 ENTRY_POINTS = "tvmpaged.bundles"
 
 _LOG = logging.getLogger(__name__)
+_PREFERRED: ContextVar[Folder | None] = ContextVar("preferred", default=None)
 
 
 def installed_version(distribution: str) -> str:
@@ -121,6 +123,16 @@ def _entry_point_path(point: EntryPoint) -> Path | str:
     return f"{point.value} names neither a package nor a function that returns a path"
 
 
+@contextmanager
+def prefer(folder: Folder) -> Iterator[None]:
+    """Let `find` take from this folder whatever it can serve, for a check of just its artifacts."""
+    token = _PREFERRED.set(folder)
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
+
+
 @dataclass(frozen=True)
 class Found:
     """The artifact that serves a spec; its bytes are read and have the manifest's digest."""
@@ -162,7 +174,11 @@ def find(
     BundleError
         When the key that signatures are required from cannot be read.
     """
-    folders = search(bundle)
+    preferred = _PREFERRED.get()
+    if preferred is not None and resolve(spec, host, [preferred], strict).accepted:
+        folders = [preferred]
+    else:
+        folders = search(bundle)
     while True:
         resolution = resolve(spec, host, folders, strict)
         best = resolution.require()

@@ -1,0 +1,122 @@
+"""What ``tvmpaged show`` tells: the artifacts of bundles, or the records, and whether they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tvmpaged import build, recorded
+from tvmpaged.bundle import Artifact, Folder, scan, search
+from tvmpaged.cpu import cpu_model, num_threads
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One artifact or record.
+
+    Parameters
+    ----------
+    place : str
+        The folder, with where it was named.
+    target, spec : str
+        Which case.
+    kind : str
+        ``tuned``, ``default``, ``generic``; of a record ``record``.
+    median_us : float or None
+        Median time in microseconds.
+    measured_on : str or None
+        The device of that time.
+    num_threads : int or None
+        The threads of that time.
+    state : str
+        ``current``, ``stale`` (made from other kernel sources than the installed ones), ``tuned
+        elsewhere`` (on another device or with other threads than this machine has).
+    record_id, sha256 : str or None
+        Which record, which file.
+    """
+
+    place: str
+    target: str
+    spec: str
+    kind: str
+    median_us: float | None
+    measured_on: str | None
+    num_threads: int | None
+    state: str
+    record_id: str | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A folder that cannot be used, and why."""
+
+    place: str
+    reason: str
+
+
+def show_bundles(bundle: Path | None = None) -> tuple[list[Row], list[Problem]]:
+    """Return the artifacts of a bundle, or of all on the search path, and what cannot be used."""
+    folders = search() if bundle is None else scan(bundle)
+    sources = build.source_sha256()
+    rows, problems = [], []
+    for folder in folders:
+        if folder.manifest is None:
+            problems.append(Problem(_place(folder), folder.problem))
+            continue
+        rows += [_artifact_row(folder, each, sources) for each in folder.manifest.artifacts]
+    return rows, problems
+
+
+def show_records(folder: Path) -> list[Row]:
+    """Return the records in a folder.
+
+    Raises
+    ------
+    ValueError
+        When one of them cannot be read.
+    """
+    sources = build.source_sha256()
+    return [
+        Row(
+            place=str(folder),
+            target=str(each.target),
+            spec=str(each.spec),
+            kind="record",
+            median_us=each.median_us,
+            measured_on=each.device,
+            num_threads=each.num_threads,
+            state=_state(each.source_sha256, sources, each.device, each.num_threads),
+            record_id=each.record_id,
+        )
+        for each in recorded.all_records(folder)
+    ]
+
+
+def _artifact_row(folder: Folder, artifact: Artifact, sources: str) -> Row:
+    return Row(
+        place=_place(folder),
+        target=str(folder.target),
+        spec=str(artifact.spec),
+        kind=artifact.kind,
+        median_us=artifact.measured_us,
+        measured_on=artifact.measured_on,
+        num_threads=artifact.num_threads,
+        state=_state(artifact.source_sha256, sources, artifact.measured_on, artifact.num_threads),
+        record_id=artifact.record_id,
+        sha256=artifact.sha256,
+    )
+
+
+def _place(folder: Folder) -> str:
+    return f"{folder.path} [{folder.source}]"
+
+
+def _state(made_from: str, sources: str, device: str | None, threads: int | None) -> str:
+    if made_from != sources:
+        return "stale"
+    if device not in (None, cpu_model()) or threads not in (None, num_threads()):
+        return "tuned elsewhere"
+    return "current"
