@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from tvmpaged.cpu import num_threads
+from tvmpaged.planning.step import check_step
 from tvmpaged.runtime.attention_kernels import attention_specs, load_kernels
 from tvmpaged.runtime.indices import check_copies, check_slots
 from tvmpaged.runtime.plan import PHASES, Plan, make_plan
-from tvmpaged.runtime.step import check_step
 from tvmpaged.runtime.tensors import check_cache, check_rows, zero_pages
 
 Caches = torch.Tensor | Sequence[torch.Tensor]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tvmpaged.runtime.items import Shape, WorkList, balance, make_items
+from tvmpaged.planning.items import Shape, WorkList, balance, make_items
+from tvmpaged.planning.step import Step
 from tvmpaged.runtime.kernel_set import Kernel
-from tvmpaged.runtime.step import Step
 from tvmpaged.worklist import ITEM_FIELDS, MERGE_FIELDS
 
 #: Kernels of one step by the sequences they take.

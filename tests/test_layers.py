@@ -30,6 +30,7 @@ FLOORS = {
     "tvmpaged.kernels": "kernels",
     "tvmpaged.reference": "reference",
     "tvmpaged.bundle": "bundle",
+    "tvmpaged.planning": "planning",
     "tvmpaged.worklist": "worklist",
     "tvmpaged.spec": "base",
     "tvmpaged.cpu": "base",
@@ -37,7 +38,7 @@ FLOORS = {
     "tvmpaged.tvm_libs": "base",
 }
 
-_BELOW_WORK = {"schedules", "kernels", "reference", "bundle", "worklist", "base"}
+_BELOW_WORK = {"schedules", "kernels", "reference", "bundle", "planning", "worklist", "base"}
 
 #: Floor -> the floors it may import, besides itself.
 MAY_IMPORT = {
@@ -45,11 +46,12 @@ MAY_IMPORT = {
     "cli": {"bench", "work", "runtime"} | _BELOW_WORK,
     "bench": {"work", "runtime"} | _BELOW_WORK,
     "work": _BELOW_WORK,
-    "runtime": {"bundle", "reference", "worklist", "base"},
+    "runtime": {"bundle", "reference", "planning", "worklist", "base"},
     "schedules": {"kernels", "worklist", "base"},
     "kernels": {"worklist", "base"},
     "reference": {"worklist", "base"},
     "bundle": {"base"},
+    "planning": {"worklist", "base"},
     "worklist": {"base"},
     "base": set(),
 }

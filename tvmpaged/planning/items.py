@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tvmpaged.runtime.indices import IntArray, LongArray
-from tvmpaged.runtime.step import Step
+from tvmpaged.planning.indices import IntArray, LongArray
+from tvmpaged.planning.step import Step
 from tvmpaged.worklist import ITEM_FIELDS, MAX_SPLIT_Q_LEN, MERGE_FIELDS, Item, Merge
 
 #: What starting an item costs, in key rows: its q is loaded, its result normalised and written.

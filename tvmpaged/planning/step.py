@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tvmpaged.runtime.indices import IntArray, LongArray, check_distinct_slots, index_array
+from tvmpaged.planning.indices import IntArray, LongArray, check_distinct_slots, index_array
 
 
 @dataclass(frozen=True)

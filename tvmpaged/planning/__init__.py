@@ -1,0 +1,1 @@
+"""One step's work list: lengths checked once, and cut into items. Pure NumPy, no tensor."""

@@ -1,0 +1,1 @@
+"""Searching choices for a spec on a device. One noun per file."""
