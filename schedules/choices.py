@@ -17,7 +17,7 @@ Choices = dict[str, Any]
 
 #: Options that matter under one value of "step" only, in the order of `space`.
 ROWS_ONLY = ("prefetch_keys", "prefetch_level", "dot_unroll")
-COLUMNS_ONLY = ("dot_keys", "dot_vectors", "weigh_rows")
+COLUMNS_ONLY = ("dot_vectors", "weigh_rows")
 
 #: Bytes of one core's second-level cache that a tile's scratch may fill (half of the least L2 among
 #: the microarchitectures named in `tvmpaged.cpu`: 512 KiB on Zen 3).
@@ -58,7 +58,7 @@ def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
         "prefetch_keys": 32 if few_rows and not spec.is_generic else 0,
         "prefetch_level": 2 if few_rows and not spec.is_generic else 1,
         "dot_unroll": 4 if few_rows else 1,
-        "dot_keys": 1 if few_rows else 4,
+        "dot_keys": max(1, min(lanes, 24 // row_tile)) if few_rows else 4,
         "dot_vectors": 1 if few_rows else min(4, row_tile // lanes),
         "weigh_rows": 1 if few_rows else 4,
     }
@@ -116,7 +116,6 @@ _FIRST_VALUES = {
     "prefetch_keys": 0,
     "prefetch_level": 1,
     "dot_unroll": 1,
-    "dot_keys": 1,
     "dot_vectors": 1,
     "weigh_rows": 1,
 }
@@ -129,10 +128,12 @@ def _reject_rows(
         return f"row_tile={rows} is more than the group's {spec.group_size} rows"
     if not choices["prefetch_keys"] and choices["prefetch_level"] != 1:
         return "prefetch_level means nothing without prefetch_keys"
-    # Accumulators of P.V beside one vector of V and one probability.
-    registers = rows * choices["weigh_vectors"] * _registers_per_vector(target, lanes) + 2
-    if registers > _registers(target):
-        return f"row_tile x weigh_vectors needs {registers} vector registers"
+    per_vector = _registers_per_vector(target, lanes)
+    for name in ("dot_keys", "weigh_vectors"):
+        # Accumulators beside one vector of K or V and one of q or a probability.
+        registers = (rows * choices[name] + 2) * per_vector
+        if registers > _registers(target):
+            return f"row_tile x {name} needs {registers} vector registers"
     return _idle(choices, COLUMNS_ONLY, _FIRST_VALUES)
 
 

@@ -18,7 +18,6 @@ from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec
 UNROLLED_BLOCKS = (
     "start_dot",
     "fold",
-    "fold_last",
     "start_tops",
     "mask",
     "rescale",
@@ -58,11 +57,12 @@ def _split(sch: Schedule, loop: Any, factor: int) -> tuple[Any, Any]:
 
 
 def _tile_rows(sch: Schedule, choices: dict[str, Any]) -> None:
-    r, do, x = _inner_loops(sch, "dot", 3)
+    r, k, do, x = _inner_loops(sch, "dot", 4)
+    k_outer, k_inner = _split(sch, k, choices["dot_keys"])
     do_outer, do_inner = _split(sch, do, choices["dot_unroll"])
-    sch.reorder(do_outer, do_inner, r, x)
-    sch.unroll(do_inner)
-    sch.unroll(r)
+    sch.reorder(k_outer, do_outer, do_inner, k_inner, r, x)
+    for loop in (do_inner, k_inner, r):
+        sch.unroll(loop)
     r, do, k, x = _inner_loops(sch, "weigh", 4)
     do_outer, do_inner = _split(sch, do, choices["weigh_vectors"])
     sch.reorder(do_outer, k, do_inner, r, x)

@@ -128,6 +128,19 @@ class Tile:
         return math.gcd(self.keys, block_size) if block_size else 1
 
     @property
+    def one_block(self) -> bool:
+        """Whether a group of `lanes` keys always lies in one block."""
+        return self.run % self.lanes == 0
+
+    def block_at(self, block_of: Any, key: Expr) -> Any:
+        """Return the block id of a group's key from its scratch (see `step_rows`)."""
+        return block_of[0] if self.one_block else block_of[key]
+
+    def slot_at(self, slot_of: Any, key: Expr) -> Any:
+        """Return the slot of a group's key in its block from its scratch."""
+        return slot_of[0] + key if self.one_block else slot_of[key]
+
+    @property
     def vectors(self) -> Expr:
         """Vectors of `lanes` elements in a K row."""
         return tirx.truncdiv(self.cache.head_dim, self.lanes)
