@@ -119,7 +119,9 @@ def check_cache(
             f"{inner[0]}, {inner[1]}, {inner[2]}]"
         )
     packed = (inner[1] * inner[2], inner[2], 1)
-    if tensor.stride()[1:] != packed:
+    # The stride of an axis of extent 1 means nothing, and torch leaves any number there.
+    named = zip(tensor.shape[1:], tensor.stride()[1:], packed, strict=True)
+    if any(extent > 1 and stride != wanted for extent, stride, wanted in named):
         raise ValueError(
             f"{name} has strides {tensor.stride()}; only the block stride is free, the inner ones "
             f"must be {packed}"
@@ -135,7 +137,10 @@ def check_cache(
             f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
             f"{ALIGNMENT_BYTES}; caches must be aligned (new_cache makes them so)"
         )
-    return tensor.detach() if tensor.requires_grad else tensor
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.stride()[1:] != packed:
+        tensor = tensor.as_strided(tensor.shape, (tensor.stride(0), *packed))
+    return tensor
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
