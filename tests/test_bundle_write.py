@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,17 @@ from tvmpaged.bundle import (
 from tvmpaged.spec import AttentionSpec
 
 pytestmark = pytest.mark.runtime
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Memory instead of a disk: every write waits for fsync, and there are thousands here."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
 
 
 def answers(root: Path) -> dict[str, int]:

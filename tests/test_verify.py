@@ -97,6 +97,7 @@ def test_no_bundle_is_an_error(tmp_path: Path) -> None:
     assert failures(verify(tmp_path)) == "holds no target folder such as cpu/x86-64-v3"
 
 
+@pytest.mark.slow
 def test_the_numbers_of_real_kernels(real: Path) -> None:
     checks = verify(real, make_attention=PagedAttention)
     assert outcomes(checks, "numbers") == ["ok"] * 4
@@ -113,6 +114,7 @@ class Wrong(PagedAttention):
         pass
 
 
+@pytest.mark.slow
 def test_wrong_numbers_are_found(real: Path) -> None:
     checks = verify(real, make_attention=Wrong)
     assert outcomes(checks, "numbers") == ["failed"] * 4
@@ -124,12 +126,14 @@ class Raises(PagedAttention):
         raise RuntimeError("no kernel image")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_raises_is_a_failure_and_the_others_are_tried(real: Path) -> None:
     checks = verify(real, make_attention=Raises)
     assert sorted(outcomes(checks, "numbers")) == ["failed", "failed", "ok", "ok"]
     assert "RuntimeError: no kernel image" in failures(checks)
 
 
+@pytest.mark.slow
 def test_an_artifact_that_is_not_served_is_said(real: Path) -> None:
     found = artifact(SPEC, sha256="0" * 64)
     with pytest.raises(verify_numbers.NotServedError, match="another artifact"):
@@ -203,6 +207,7 @@ def test_verify_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["verify", "none"]) == 1
 
 
+@pytest.mark.slow
 def test_package_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = str(AttentionSpec.make("copy_blocks", "float32"))
     private, public = key_pair(tmp_path / "key")
