@@ -39,7 +39,7 @@ def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
     """Return the untuned default: vectorised, all threads, no search behind it."""
     if spec.kernel not in ATTENTION_KERNELS:
         return {} if spec.kernel == "copy_blocks" else {"lanes": 8}
-    lanes = _lanes(spec, target)
+    lanes, registers = _lanes(spec, target), _registers(target)
     few_rows = spec.kernel == "decode" and spec.group_size <= 8  # RUN_TIME counts as few
     if spec.is_generic:
         row_tile = 4 if few_rows else 16
@@ -48,18 +48,23 @@ def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
     else:
         rows = spec.group_size if spec.kernel == "decode" else 64
         row_tile = min(64, -(-rows // lanes) * lanes)
+    while not few_rows and _scratch_bytes(spec, row_tile, 32) > SCRATCH_BYTES:
+        row_tile -= lanes
+    # As many accumulators as the registers hold beside their operands, four vectors at most.
+    fit = (registers - 2) // row_tile if few_rows else registers // 5
+    vectors = max(1, min(4, fit))
     return {
         "step": "rows" if few_rows else "columns",
         "row_tile": row_tile,
         "keys_per_step": 16 if spec.is_generic else 32,
         "lanes": lanes,
         "split_length": 512 if spec.kernel == "decode" else 1024,
-        "weigh_vectors": 4,
+        "weigh_vectors": vectors,
         "prefetch_keys": 32 if few_rows and not spec.is_generic else 0,
         "prefetch_level": 2 if few_rows and not spec.is_generic else 1,
         "dot_unroll": 4 if few_rows else 1,
-        "dot_keys": max(1, min(lanes, 24 // row_tile)) if few_rows else 4,
-        "dot_vectors": 1 if few_rows else min(4, row_tile // lanes),
+        "dot_keys": max(1, min(lanes, (registers - 8) // row_tile)) if few_rows else 4,
+        "dot_vectors": 1 if few_rows else min(vectors, row_tile // lanes),
         "weigh_rows": 1 if few_rows else 4,
     }
 
@@ -152,12 +157,16 @@ def _reject_columns(
             return f"{what} needs {registers} vector registers"
     if rows // lanes < choices["dot_vectors"]:
         return f"dot_vectors={choices['dot_vectors']} is more than the tile's {rows // lanes}"
-    keys, dim_k, dim_v = choices["keys_per_step"], spec.head_dim, spec.head_dim_v
-    dim_k, dim_v = dim_k or MAX_HEAD_DIM, dim_v or MAX_HEAD_DIM
-    scratch = 4 * (keys * (dim_k + dim_v + rows) + rows * (dim_k + dim_v))
+    scratch = _scratch_bytes(spec, rows, choices["keys_per_step"])
     if scratch > SCRATCH_BYTES:
         return f"the tile's scratch of {scratch} bytes is over {SCRATCH_BYTES}"
     return _idle(choices, ROWS_ONLY, _FIRST_VALUES)
+
+
+def _scratch_bytes(spec: AttentionSpec, rows: int, keys: int) -> int:
+    """Return what a tile of the columns step keeps: K, V, scores, q and the accumulators."""
+    dims = (spec.head_dim or MAX_HEAD_DIM) + (spec.head_dim_v or MAX_HEAD_DIM)
+    return 4 * (keys * (dims + rows) + rows * dims)
 
 
 def _registers(target: TargetKey) -> int:
