@@ -113,6 +113,7 @@ class EngineCore:
             else:
                 drawing += [(index, one) for one in (seq, *self._siblings(seq))]
                 touched[request.request_id] = request
+        self.counters.note_blocks(self._manager)  # forks have just shared some
         if drawing:
             self._draw(logits[[index for index, _ in drawing]], [seq for _, seq in drawing])
         for request in touched.values():

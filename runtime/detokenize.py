@@ -110,13 +110,14 @@ class Detokenizer:
         return self.text[: -self._held_back] if self._held_back else self.text
 
     def _print(self, text: str, check_stop: bool) -> str | None:
+        before = self._decode(self._window[: self._num_printed])
         # A prompt may end inside a character; the output then starts with all of it.
-        printed = self._decode(self._window[: self._num_printed]).rstrip(_INCOMPLETE)
-        new = text[len(printed) :]
+        splits = not text.startswith(before)
+        new = text[len(before.rstrip(_INCOMPLETE) if splits else before) :]
         if not new:
             return None
         # How the next token prints may depend on the tokens before it; these are enough.
-        self._window = self._window[self._num_printed :]
+        self._window = self._window[0 if splits else self._num_printed :]
         self._num_printed = len(self._window)
         begin = len(self.text)
         self.text += new

@@ -74,7 +74,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child`, a copy of `parent`, on the parent's blocks, or else in the line."""
         whole = parent.num_in_blocks == parent.num_computed
-        if parent.status is Status.RUNNING and whole and self.num_slots < self.max_num_seqs:
+        fits = self.num_slots + child.num_slots <= self.max_num_seqs
+        if parent.status is Status.RUNNING and whole and fits:
             self.block_manager.fork(parent.seq_id, child.seq_id)
             child.status = Status.RUNNING
             insort(self.running, child, key=attrgetter("order"))

@@ -175,6 +175,7 @@ class Sequence:
             sample_index=sample_index,
             token_ids=self.token_ids.copy(),
             detokenizer=self.detokenizer.fork(),
+            num_pending_forks=self.num_pending_forks,
             status=self.status,
             num_in_blocks=self.num_in_blocks,
             num_computed=self.num_computed,
