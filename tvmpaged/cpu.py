@@ -30,8 +30,8 @@ _SAPPHIRE = _ICELAKE | frozenset(
 MICROARCHITECTURES: dict[str, frozenset[str]] = {
     "graniterapids": _SAPPHIRE | {"amx_fp16"},
     "sapphirerapids": _SAPPHIRE,
-    "znver5": _ICELAKE | {"avx512_bf16", "avx_vnni", "avx512_vp2intersect", "clzero"},
-    "znver4": _ICELAKE | {"avx512_bf16", "clzero"},
+    "znver5": _ICELAKE | {"avx512_bf16", "avx_vnni", "avx512_vp2intersect", "clzero", "sse4a"},
+    "znver4": _ICELAKE | {"avx512_bf16", "clzero", "sse4a"},
     "icelake-server": _ICELAKE,
     "skylake-avx512": _V4 | {"aes", "adx"},
     "x86-64-v4": _V4,

@@ -8,6 +8,7 @@ exactly one spelling of each case.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,10 +49,10 @@ def dtype_name(value: Any) -> str:
     return name
 
 
-def _check_size(name: str, value: int, allowed: bool, what: str) -> None:
+def _check_size(name: str, value: int, allowed: Callable[[int], bool], what: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an int")
-    if value != RUN_TIME and not allowed:
+    if value != RUN_TIME and not allowed(value):
         raise ValueError(f"{name}={value} is not supported; allowed: {what}")
 
 
@@ -120,10 +121,9 @@ class AttentionSpec:
             raise ValueError(f"variants={self.variants!r} is not supported; none exist yet")
         dims = f"multiples of 8 up to 256, and {MAX_HEAD_DIM}"
         for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            _check_size(name, value, isinstance(value, int) and _head_dim_allowed(value), dims)
-        _check_size("block_size", self.block_size, 0 < self.block_size <= MAX_BLOCK_SIZE, "1..256")
-        _check_size("group_size", self.group_size, 0 < self.group_size <= MAX_GROUP_SIZE, "1..256")
+            _check_size(name, getattr(self, name), _head_dim_allowed, dims)
+        for name, most in (("block_size", MAX_BLOCK_SIZE), ("group_size", MAX_GROUP_SIZE)):
+            _check_size(name, getattr(self, name), range(1, most + 1).__contains__, f"1..{most}")
 
     @classmethod
     def make(
