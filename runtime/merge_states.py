@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvmpaged.runtime.kernel_set import load_kernel
+from tvmpaged.bundle.search import BUNDLE_VARIABLE
+from tvmpaged.runtime.kernel_set import Kernel, load_kernel
 from tvmpaged.runtime.tensors import as_tensor, check_rows
 from tvmpaged.spec import AttentionSpec, dtype_name
+
+
+@cache
+def _merge_kernel(dtype: str, _search_path: str | None) -> Kernel:
+    """Return the merge kernel, looked for once per search path."""
+    return load_kernel(AttentionSpec.make("merge", dtype))
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -40,7 +49,6 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         )
     tokens, heads, dim = first.shape
     dtype = dtype_name(first.dtype)
-    spec = AttentionSpec.make("merge", dtype)
     AttentionSpec.make("decode", dtype, head_dim=dim)  # refuses a head_dim that no kernel takes
     outs = [
         check_rows(name, value, heads, dim, first.dtype, stage=True)
@@ -58,7 +66,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     if tokens:
         row = torch.arange(tokens, dtype=torch.int32)
         merges = torch.stack([row, row, torch.full_like(row, 2), torch.full_like(row, tokens)], 1)
-        load_kernel(spec).call(
+        _merge_kernel(dtype, os.environ.get(BUNDLE_VARIABLE)).call(
             torch.cat([each.float() for each in outs]), torch.cat(lses), merges, out, lse_out
         )
     if isinstance(out_a, np.ndarray):

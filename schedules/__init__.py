@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tvmpaged.schedules.choices import Choices, default_choices, reject, space
+from tvmpaged.schedules.choices import default_choices, space
+from tvmpaged.schedules.rules import Choices, reject
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule
