@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from kernel_bundles import ROOT, bundle, manifest
 
 from tvmpaged import PagedAttention
@@ -18,6 +19,9 @@ from tvmpaged.spec import ATTENTION_KERNELS
 
 SEED = "TVMPAGED_TEST_SEED"
 Attention = Callable[..., PagedAttention]
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault
+settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,62 @@
+"""The specialised kernels against the reference, over a set of sizes in which every pair meets.
+
+``TVMPAGED_TEST_SPECS=full`` takes the whole product instead (`ci/full.sh`).
+"""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cases import assert_equals_reference, make_case
+from kernel_bundles import ATTENTION_KERNELS, Sizes, sizes_of
+
+from tvmpaged import PagedAttention
+
+SET = os.environ.get("TVMPAGED_TEST_SPECS", "covering")
+Attention = Callable[..., PagedAttention]
+
+
+def _name(sizes: Sizes) -> str:
+    return "{}-d{}-g{}-b{}-{}".format(*sizes)
+
+
+@pytest.fixture(params=sizes_of(SET), ids=_name)
+def attn(request: pytest.FixtureRequest, specialised: Attention) -> PagedAttention:
+    dtype, head_dim, group_size, block_size, layout = request.param
+    return specialised(group_size, head_dim, block_size, dtype, layout=layout, bundle_name=SET)
+
+
+def lengths(attn: PagedAttention, rng: np.random.Generator) -> list[int]:
+    """Return each kind of length once; the last is more than one kv range where that is cheap."""
+    block = attn.block_size
+    ragged = rng.integers(2 * block, 2 * block + 100, 2).tolist()
+    return [0, 1, block - 1, block, block + 1, *ragged, int(rng.integers(513, 640))]
+
+
+def test_decode(attn: PagedAttention, rng: np.random.Generator) -> None:
+    seq_lens = lengths(attn, rng)
+    assert_equals_reference(attn, make_case(rng, attn, [1] * len(seq_lens), seq_lens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill(attn: PagedAttention, rng: np.random.Generator, causal: bool) -> None:
+    """All of a prompt, a part over cached context, none, and more tokens than keys."""
+    block = attn.block_size
+    seq_lens = [2, block, block + 1, 2 * block + 30, 9, 3, 0]
+    q_lens = [2, min(block, 40), 3, 5, 0, 7, 2]
+    order = rng.permutation(len(q_lens))
+    case = make_case(rng, attn, np.array(q_lens)[order], np.array(seq_lens)[order], causal=causal)
+    assert_equals_reference(attn, case)
+
+
+def test_large_logits(attn: PagedAttention, rng: np.random.Generator) -> None:
+    """Decode and prefill in one step, with logits of up to about a hundred."""
+    block = attn.block_size
+    case = make_case(rng, attn, [1, 4, 1, 2], [block, block + 9, 2 * block + 1, 2], scale=20.0)
+    assert_equals_reference(attn, case)
+
+
+def test_both_kernels_ran(attn: PagedAttention) -> None:
+    kernels = attn.describe()["kernels"]
+    assert [kernels[name]["kind"] for name in ATTENTION_KERNELS] == ["default"] * 2
