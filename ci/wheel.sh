@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the wheel and the sdist into DIR.   Usage: bash ci/wheel.sh DIR
 #
-# The wheel carries TVM's runtime libraries from the pinned apache-tvm, so that serving needs no
-# compiler. It is built out of the unpacked sdist: what the sdist lacks, the wheel would lack too.
+# The wheel carries TVM's runtime libraries from the pinned apache-tvm and the base bundle for every
+# CPU with AVX2, so that serving needs no compiler. It is built out of the unpacked sdist: what the
+# sdist lacks, the wheel would lack too.
 set -euo pipefail
 (($# == 1)) || { echo "usage: bash ci/wheel.sh DIR" >&2; exit 2; }
 mkdir -p "$1"
@@ -22,13 +23,16 @@ print(tvm.locate_file("tvm"), tvm.version, tags[-1].split("-")[-1])
 PYTHON
 )
 
-# A copy of what git knows and of the base bundle: no build left from before can slip in, and the
-# checkout keeps finding the libraries of whatever apache-tvm is installed.
+# A copy of what git knows: no build left from before can slip in, and the checkout keeps finding
+# the libraries of whatever apache-tvm is installed.
 mkdir "$work/tree" "$work/sdist"
-{
-    git ls-files -z --cached --others --exclude-standard
-    [[ ! -d tvmpaged/data ]] || find tvmpaged/data -type f -print0
-} | tar --create --null --files-from=- --ignore-failed-read | tar --extract -C "$work/tree"
+git ls-files -z --cached --others --exclude-standard |
+    tar --create --null --files-from=- --ignore-failed-read | tar --extract -C "$work/tree"
+
+bundles=$work/tree/tvmpaged/data/bundles
+.venv/bin/tvmpaged package --target cpu/x86-64-v3 --base --out "$bundles" >"$work/log" 2>&1 ||
+    { cat "$work/log" >&2; exit 1; }
+find "$bundles" -name .lock -delete
 
 lib=$work/tree/tvmpaged/data/lib
 mkdir -p "$lib"

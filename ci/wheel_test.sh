@@ -33,4 +33,25 @@ PYTHON
 tvmpaged --help >/dev/null
 tvmpaged env
 tvmpaged env --json | python -c 'import json, sys; assert json.load(sys.stdin)["schema_version"]'
+tvmpaged show
+tvmpaged verify "$(python -c 'import tvmpaged; print(tvmpaged.__path__[0])')/data/bundles" --static
+python - <<'PYTHON'
+import numpy as np
+import torch
+
+import tvmpaged
+
+attn = tvmpaged.PagedAttention(num_qo_heads=6, num_kv_heads=2, head_dim=72, dtype="bfloat16")
+assert attn.describe()["kind"] == "generic" and "data/bundles" in attn.describe()["artifact"]
+k_cache, v_cache = attn.new_cache(num_blocks=4)
+step = (np.array([0, 20, 21]), np.array([20, 9]), np.array([[3, 0], [2, -1]]))
+plan = attn.plan(*step)
+k, v, q = (torch.randn(21, heads, 72, dtype=torch.bfloat16) for heads in (2, 2, 6))
+attn.append_kv(k, v, k_cache, v_cache, plan.slot_mapping)
+out = attn.run(plan, q, k_cache, v_cache).double().numpy()
+truth = tvmpaged.reference.paged_attention(q, k_cache, v_cache, *step)
+error = np.linalg.norm(out - truth) / np.linalg.norm(truth)
+assert error < 5e-3, error
+print(f"attention from the wheel's own bundle: relative error {error:.1e}")
+PYTHON
 echo "ci/wheel_test.sh: $(basename "$wheel") works"
