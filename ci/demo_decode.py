@@ -36,15 +36,18 @@ def main() -> None:
     for name, kernel in engine.attention.describe()["kernels"].items():
         print(f"  {name}: {kernel['kind']}, sha256 {kernel['sha256'][:12]}")
     stats = engine.stats()
-    for line in (
-        f"{stats.tokens_per_s:.1f} tokens/s in {stats.num_steps} packed steps",
-        f"time to first token {stats.time_to_first_token_s:.3f} s (mean)",
+    print(
+        f"\n{stats.tokens_per_s:.1f} tokens/s in {stats.num_steps} packed steps; "
+        f"time to first token {stats.time_to_first_token_s:.3f} s (mean)"
+    )
+    print(
         f"blocks of {stats.block_size} tokens: {stats.num_blocks_used_peak} used at most, "
-        f"{stats.num_blocks_shared_peak} shared at most, {stats.num_blocks_copied} copied on write",
-        f"KV-cache utilisation {stats.kv_cache_utilisation_peak:.1%} at most of {stats.num_blocks} "
-        f"blocks ({stats.kv_cache_bytes / 2**20:.0f} MiB)",
-    ):
-        print(line)
+        f"{stats.num_blocks_shared_peak} shared at most, {stats.num_blocks_copied} copied on write"
+    )
+    print(
+        f"KV-cache utilisation: {stats.kv_cache_utilisation_peak:.1%} at most of "
+        f"{stats.num_blocks} blocks ({stats.kv_cache_bytes / 2**20:.0f} MiB)"
+    )
 
 
 if __name__ == "__main__":
