@@ -98,9 +98,10 @@ def views(base: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     spread = torch.full((2 * tokens, heads, dim), NAN, dtype=base.dtype)
     spread[::2] = base
     yield "every second token", spread[::2]
-    wide = torch.full((tokens, heads, dim + 3), NAN, dtype=base.dtype)
-    wide[..., 1:-2] = base
-    yield "unaligned, padded rows", wide[..., 1:-2]
+    wide = torch.full((2, tokens, heads, dim + 3), NAN, dtype=base.dtype)
+    wide[0, ..., :dim], wide[1, ..., 1:-2] = base, base
+    yield "padded rows", wide[0, ..., :dim]
+    yield "padded rows, unaligned", wide[1, ..., 1:-2]
     yield "last dimension not packed", base.transpose(1, 2).contiguous().transpose(1, 2)
     yield (
         "NumPy's alignment",
@@ -136,25 +137,32 @@ def test_one_token_may_be_broadcast(generic: Attention, rng: np.random.Generator
     assert (k_cache == k.transpose(0, 1)).all()
 
 
+def with_block_stride(cache: torch.Tensor, stride: int) -> torch.Tensor:
+    memory = torch.full((len(cache) * stride,), NAN, dtype=cache.dtype)
+    return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_caches_may_be_two_halves_of_each_block_of_one_tensor(
+def test_caches_may_have_any_block_stride(
     generic: Attention, rng: np.random.Generator, dtype: str, layout: str
 ) -> None:
-    """Then the block stride is twice the packed one."""
+    """Such as K and V as the two halves of each block of one tensor."""
     attn = generic(3, 64, 4, dtype, layout=layout)
-    packed = [random_rows(rng, attn.cache_shape(4), attn.dtype) for _ in range(2)]
+    packed = [random_rows(rng, attn.cache_shape(4), attn.dtype).clone() for _ in range(2)]
     halves = torch.stack(packed, dim=1).unbind(1)
     assert halves[0].stride(0) == 2 * packed[0].stride(0)
+    odd = [with_block_stride(cache, cache.stride(0) + 1) for cache in packed]
     k, v, slots = rows(attn, rng, 9), rows(attn, rng, 9), rng.permutation(16)[:9]
     q = random_rows(rng, (3, attn.num_qo_heads, 64), attn.dtype)
     plan = attn.plan([0, 1, 3], [5, 11], [[2, 0, -1], [3, 1, 0]])
     found = []
-    for caches in (packed, halves):
+    for caches in (packed, halves, odd):
         attn.append_kv(k, v, *caches, slots)
         attn.copy_blocks(*caches, [(3, 2), (1, 0)])
         found.append([*caches, *attn.read_kv(*caches, slots), attn.run(plan, q, *caches)])
-    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+    for one, *others in zip(*found, strict=True):
+        assert all(same_bits(one, other) for other in others)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
