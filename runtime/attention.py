@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class PagedAttention:
         self.batch_invariant = batch_invariant
         self._kernels = load_kernels(specs, bundle, strict, allow_reference)
         self._num_workers = num_threads()
+        self._last_plan: Callable[[], Plan | None] = lambda: None
         self._signature = (
             *(k.description["sha256"] for k in self._kernels.values()),
             *(num_qo_heads, num_kv_heads, head_dim, block_size, self.kv_layout),
@@ -219,7 +221,7 @@ class PagedAttention:
         """
         _refuse(window_left=window_left)
         step = check_step(query_start_loc, seq_lens, block_table, self.block_size)
-        return make_plan(
+        plan = make_plan(
             step,
             {phase: self._kernels[phase] for phase in PHASES},
             signature=self._signature,
@@ -230,6 +232,8 @@ class PagedAttention:
             num_workers=self._num_workers,
             into=into,
         )
+        self._last_plan = weakref.ref(plan)
+        return plan
 
     def append_kv(
         self, k: Any, v: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: Any
@@ -254,7 +258,7 @@ class PagedAttention:
         k_cache, v_cache = self._check_caches(k_cache, v_cache)
         k = check_rows("k", k, self.num_kv_heads, self.head_dim, self.dtype, stage=True)
         v = check_rows("v", v, self.num_kv_heads, self.head_dim, self.dtype, stage=True)
-        slots = check_slots(slot_mapping, len(k_cache) * self.block_size)
+        slots = self._slots(slot_mapping, len(k_cache) * self.block_size)
         if not len(k) >= len(slots) <= len(v):
             raise ValueError(
                 f"slot_mapping has {len(slots)} tokens, but k has {len(k)} and v {len(v)}"
@@ -438,6 +442,18 @@ class PagedAttention:
         if not np.isfinite(scale):
             raise ValueError(f"sm_scale={sm_scale} must be finite")
         return scale
+
+    def _slots(self, slot_mapping: Any, num_slots: int) -> torch.Tensor:
+        """Return a checked slot mapping; the last plan's own was checked when it was made."""
+        plan = self._last_plan()
+        if (
+            plan is not None
+            and slot_mapping is plan.slot_mapping
+            and plan.slot_version == plan.slot_mapping._version
+            and plan.max_slot < num_slots
+        ):
+            return plan.slot_mapping
+        return check_slots(slot_mapping, num_slots)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):

@@ -34,6 +34,8 @@ class Plan:
         New tokens of the step.
     max_block_id, max_slot : int
         The largest used; compared with a cache's shape.
+    slot_version : int
+        torch's version of `slot_mapping` when it was checked; a later one was written to.
     block_table : torch.Tensor
         ``[num_seqs, max_blocks_per_seq]`` int32.
     work : dict
@@ -49,6 +51,7 @@ class Plan:
     num_tokens: int
     max_block_id: int
     max_slot: int
+    slot_version: int
     block_table: torch.Tensor
     work: dict[str, tuple[torch.Tensor, torch.Tensor]]
     merge_items: torch.Tensor | None
@@ -151,13 +154,15 @@ def make_plan(
         )
         for phase, each in work.items()
     }
+    slot_mapping = buffers.copy("slot_mapping", step.slot_mapping, torch.int64)
     merge_tensor = buffers.copy("merges", merge_items.reshape(-1, MERGE_FIELDS), torch.int32)
     return Plan(
         signature=signature,
-        slot_mapping=buffers.copy("slot_mapping", step.slot_mapping, torch.int64),
+        slot_mapping=slot_mapping,
         num_tokens=step.num_tokens,
         max_block_id=step.max_block_id,
         max_slot=step.max_slot,
+        slot_version=slot_mapping._version,
         block_table=buffers.copy("block_table", step.block_table, torch.int32),
         work={phase: tensors[phase] for phase in PHASES if not work[phase].is_empty},
         merge_items=merge_tensor if len(merge_items) else None,
