@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tvmpaged.runtime.sampling import logprobs_of, sample
+from tvmpaged.runtime.sequence import Status
 from tvmpaged.runtime.stats import Counters, EngineStats
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class EngineCore:
         for seq in parent.sequences:
             copy = seq.fork(self.new_seq_id(), child, child.next_sample_index())
             child.sequences.append(copy)
-            if seq.finish_reason is None:
+            if seq.status is not Status.FINISHED:
                 self.scheduler.fork(seq, copy)
 
     def abort(self, request_id: str) -> bool:

@@ -181,6 +181,8 @@ class Sequence:
             num_computed=self.num_computed,
             cumulative_logprob=self.cumulative_logprob,
             logprobs=self.logprobs.copy(),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
         )
 
     def sampling_row(self) -> SamplingRow:

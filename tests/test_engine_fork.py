@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine_tools import GREEDY, greedy_tokens, random_prompts, run_to_end, tiny_engine
+from engine_tools import EOS, GREEDY, greedy_tokens, random_prompts, run_to_end, tiny_engine
 
 from tvmpaged import BeamSearchParams, SamplingParams
 
@@ -100,6 +100,24 @@ def test_all_samples_of_a_request_are_forked() -> None:
     last = run_to_end(engine)
     drawn = [tuple(o.token_ids) for name in ("parent", child) for o in last[name].outputs]
     assert len(set(drawn)) == 6
+
+
+def test_a_fork_of_a_fork_keeps_the_samples_that_are_finished() -> None:
+    engine = tiny_engine()
+    bias = {EOS: 9.0}  # some samples end early
+    params = SamplingParams(n=6, temperature=1.0, seed=1, max_tokens=AFTER, logit_bias=bias)
+    engine.add_request("parent", PROMPT, params)
+    for _ in range(BEFORE):
+        [result] = engine.step()
+    done = [output for output in result.outputs if output.finished()]
+    assert 0 < len(done) < 6
+    child = engine.fork("parent")
+    grandchild = engine.fork(child)
+    last = run_to_end(engine)
+    for name in ("parent", child, grandchild):
+        for before in done:
+            assert last[name].outputs[before.index] == before
+        assert all(output.finished() for output in last[name].outputs)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
