@@ -446,13 +446,10 @@ class PagedAttention:
     def _slots(self, slot_mapping: Any, num_slots: int) -> torch.Tensor:
         """Return a checked slot mapping; the last plan's own was checked when it was made."""
         plan = self._last_plan()
-        if (
-            plan is not None
-            and slot_mapping is plan.slot_mapping
-            and plan.slot_version == plan.slot_mapping._version
-            and plan.max_slot < num_slots
-        ):
-            return plan.slot_mapping
+        if plan is not None and slot_mapping is plan.slot_mapping:
+            own: torch.Tensor = plan.slot_mapping
+            if plan.max_slot < num_slots and plan.slot_version == own._version:
+                return own
         return check_slots(slot_mapping, num_slots)
 
     def _check_plan(self, plan: Plan) -> None:
