@@ -1,0 +1,221 @@
+"""Records: what a search found, as plain data: ``<work_dir>/<target>/<spec>/record.json``.
+
+Read them with `load` and `load_all`, never by hand. Choices rebuild the artifact without any
+database; everything else says what the measured times hold for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tvmpaged.spec import AttentionSpec, TargetKey
+
+SCHEMA_VERSION = 1
+RECORD_NAME = "record.json"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What calls took.
+
+    Parameters
+    ----------
+    median, p10, p90 : float
+        Of the undisturbed calls, microseconds.
+    repeats : int
+        How many those were.
+    disturbed : int
+        Calls during which a thread had to wait for a core; they were set aside.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    repeats: int
+    disturbed: int = 0
+
+    @classmethod
+    def of(cls, times_us: Sequence[float], disturbed: int = 0) -> Latency:
+        """Summarise times in microseconds."""
+        median, p10, p90 = (round(float(np.percentile(times_us, p)), 3) for p in (50, 10, 90))
+        return cls(median, p10, p90, len(times_us), disturbed)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The choices that won for a spec on a target.
+
+    Parameters
+    ----------
+    spec, target
+        For what.
+    choices : dict
+        Option -> value.
+    is_default : bool
+        Whether the untuned default won (ties go to it).
+    source_sha256 : str
+        Of the kernel and schedule sources; with others the record is *stale*.
+    tvm, tvm_ffi : str
+        Versions it was compiled with.
+    device : str
+        What it was measured on.
+    num_threads : int
+        Threads it was measured with; elsewhere or with others it is *tuned elsewhere*.
+    caches_bytes : dict
+        The device's caches.
+    rotation_bytes : int
+        K and V that were read before the same were read again.
+    latency_us, default_latency_us : Latency
+        Of these choices and of the untuned default, timed in turns in one run.
+    speedup : float
+        The default's time by the winner's: the lesser of the medians' ratio and the median of
+        the rounds' ratios.
+    gb_per_s, gflop_per_s : float or None
+        What bounds the kernel: bytes of K and V read (decode) or operations (prefill), per second.
+    workload : dict
+        What was measured on.
+    trials : int
+        Candidates tried, failures included.
+    failures : dict
+        Reason -> how many.
+    seed : int
+        Of the search.
+    mlflow_run_id : str or None
+        Of the run that found it.
+    created_at : str
+        UTC, ISO 8601.
+    record_id : str
+        Derived from all of the above.
+    """
+
+    spec: AttentionSpec
+    target: TargetKey
+    choices: dict[str, int | str]
+    is_default: bool
+    source_sha256: str
+    tvm: str
+    tvm_ffi: str
+    device: str
+    num_threads: int
+    caches_bytes: dict[str, int]
+    rotation_bytes: int
+    latency_us: Latency
+    default_latency_us: Latency
+    speedup: float
+    gb_per_s: float | None
+    gflop_per_s: float | None
+    workload: dict[str, Any]
+    trials: int
+    failures: dict[str, int]
+    seed: int
+    mlflow_run_id: str | None
+    created_at: str
+    record_id: str = field(default="")
+
+    def __post_init__(self) -> None:
+        if not self.record_id:
+            text = json.dumps(self._plain(), sort_keys=True)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            object.__setattr__(self, "record_id", digest)
+
+    @property
+    def median_us(self) -> float:
+        """Median time in microseconds."""
+        return self.latency_us.median
+
+    def _plain(self) -> dict[str, Any]:
+        data = asdict(self)
+        return data | {"spec": str(self.spec), "target": str(self.target)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return {"schema_version": SCHEMA_VERSION, **self._plain()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """Read back what `as_dict` gave.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            When a field is missing, or the schema is another one.
+        """
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema version {data['schema_version']}, not {SCHEMA_VERSION}")
+        values = {each.name: data[each.name] for each in fields(cls)}
+        values |= {
+            "spec": AttentionSpec.parse(data["spec"]),
+            "target": TargetKey.parse(data["target"]),
+            "latency_us": Latency(**data["latency_us"]),
+            "default_latency_us": Latency(**data["default_latency_us"]),
+        }
+        return cls(**values)
+
+
+def folder(root: Path, target: TargetKey, spec: AttentionSpec) -> Path:
+    """Return where the record and the log of a spec on a target lie."""
+    return root / str(target) / str(spec)
+
+
+def load(root: Path, target: TargetKey, spec: AttentionSpec) -> Record | None:
+    """Return the record of a spec on a target, or None when there is none.
+
+    Raises
+    ------
+    ValueError
+        When the file is there and is no record of exactly this spec and target.
+    """
+    path = folder(root, target, spec) / RECORD_NAME
+    try:
+        record = Record.from_dict(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no record: {type(error).__name__}: {error}") from error
+    if (record.spec, record.target) != (spec, target):
+        raise ValueError(f"{path} is the record of {record.spec} for {record.target}")
+    return record
+
+
+def load_all(root: Path, target: TargetKey | None = None) -> Iterator[Record]:
+    """Yield the records under a folder, in order; of one target or of all.
+
+    Raises
+    ------
+    ValueError
+        As `load`.
+    """
+    for path in sorted(root.rglob(RECORD_NAME)):
+        parts = path.relative_to(root).parts
+        found = TargetKey.parse("/".join(parts[:-2]))
+        if target in (None, found):
+            record = load(root, found, AttentionSpec.parse(parts[-2]))
+            if record is not None:
+                yield record
+
+
+def save(root: Path, record: Record) -> Path:
+    """Write a record so that a reader sees the old one or the new one, whole; return its path."""
+    path = folder(root, record.target, record.spec) / RECORD_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{RECORD_NAME}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(record.as_dict(), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return path

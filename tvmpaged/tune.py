@@ -1,0 +1,206 @@
+"""What ``tvmpaged tune`` does: search the choices of specs on this machine, and write records."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tvmpaged import records, schedules
+from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.errors import UserError
+from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
+from tvmpaged.tuning.interrupt import GivenUpError, Interrupt, held_back
+from tvmpaged.tuning.log import LOG_NAME, read_runs
+from tvmpaged.tuning.metaschedule import Machine
+from tvmpaged.tuning.mlflow_log import RunLog, tracking_uri
+from tvmpaged.tuning.process import Process
+from tvmpaged.tuning.setting import Setting
+from tvmpaged.tuning.status import Estimate, Status, Tuned
+from tvmpaged.tuning.work import Settings, Work
+
+__all__ = ["Estimate", "Settings", "Status", "Tuned", "estimate", "parse_target", "tune"]
+
+SCHEMA_VERSION = 1
+
+#: Time kept back for measuring the finalists: of a spec's share, and at most.
+FINISH_SHARE, FINISH_SECONDS = 0.25, 20.0
+#: What a plan says a trial takes: to compile on one core, to check and measure, and to start up.
+COMPILE_SECONDS, MEASURE_SECONDS, START_SECONDS = 1.2, 0.3, 15.0
+
+
+def check_specs(specs: Sequence[AttentionSpec]) -> None:
+    """Refuse what cannot be tuned.
+
+    Raises
+    ------
+    ValueError
+        Naming the spec.
+    """
+    for spec in specs:
+        if spec.kernel not in ATTENTION_KERNELS or spec.is_generic:
+            raise ValueError(
+                f"spec={spec} cannot be tuned; allowed: decode and prefill with all sizes named"
+            )
+
+
+def parse_target(text: str) -> TargetKey:
+    """Return the target to tune for, which must be this machine's CPU.
+
+    Raises
+    ------
+    ValueError
+        When it is another one: candidates are measured here.
+    """
+    native = native_target()
+    target = native if text == "native" else TargetKey.parse(text)
+    if target != native:
+        raise ValueError(
+            f"target={target} is not this machine, which is {native}; candidates are measured here"
+        )
+    return target
+
+
+def estimate(
+    specs: Sequence[AttentionSpec], target: TargetKey, settings: Settings
+) -> list[Estimate]:
+    """Return what `tune` would do, without doing it.
+
+    Raises
+    ------
+    ValueError
+        When a spec cannot be tuned.
+    """
+    check_specs(specs)
+    found = []
+    cores = len(os.sched_getaffinity(0))
+    for spec in specs:
+        workload = settings.workload(spec)
+        known = 0
+        if settings.resume:
+            log = records.folder(settings.work_dir, target, spec) / LOG_NAME
+            known = len(read_runs(log, Setting.here(workload).key).trials)
+        new = max(0, settings.trials - known)
+        seconds = START_SECONDS + new * (COMPILE_SECONDS / cores + MEASURE_SECONDS)
+        if settings.time_limit_s is not None:
+            seconds = min(seconds, settings.time_limit_s / len(specs))
+        space = schedules.space(spec, target)
+        found.append(
+            Estimate(
+                spec=str(spec),
+                num_kv_heads=workload.num_kv_heads,
+                combinations=math.prod(len(values) for values in space.values()),
+                trials=settings.trials,
+                known_trials=min(known, settings.trials),
+                seconds=seconds,
+            )
+        )
+    return found
+
+
+def tune(
+    specs: Sequence[AttentionSpec],
+    target: TargetKey,
+    settings: Settings,
+    *,
+    on_status: Callable[[Status], None] = lambda _status: None,
+    on_warning: Callable[[str], None] = lambda _message: None,
+) -> list[Tuned]:
+    """Search each spec's choices and write its record.
+
+    Parameters
+    ----------
+    specs : sequence of AttentionSpec
+        Attention kernels with their sizes.
+    target : TargetKey
+        This machine.
+    settings : Settings
+        How.
+    on_status : callable
+        Told of each batch.
+    on_warning : callable
+        Told what the user should know; the search goes on.
+
+    Raises
+    ------
+    ValueError
+        When a spec cannot be tuned, or the tracking server's address cannot be used.
+    KeyboardInterrupt
+        When a signal came; all finished trials are in the logs.
+    """
+    check_specs(specs)
+    begin = time.monotonic()
+    end = begin + (settings.time_limit_s or float("inf"))
+    runs = _run_log(specs, target, settings, on_warning)
+    results: list[Tuned] = []
+    with held_back() as interrupt, _machine(interrupt) as machine:
+        machine.start()
+        status = "FAILED"
+        try:
+            for index, spec in enumerate(specs):
+                now = time.monotonic()
+                share = (end - now) / (len(specs) - index)
+                deadline = now + share - min(FINISH_SHARE * share, FINISH_SECONDS)
+                if interrupt():
+                    raise GivenUpError
+                work = Work(spec, target, settings, machine, deadline, runs, on_status)
+                try:
+                    results.append(Tuned(spec, work.run()))
+                except (UserError, ValueError) as error:
+                    results.append(Tuned(spec, failure=str(error)))
+            status = "FINISHED"
+        except GivenUpError:
+            status = "KILLED"  # the signal is raised again where it was held back
+        finally:
+            if runs is not None:
+                runs.close(status)
+    return results
+
+
+def _run_log(
+    specs: Sequence[AttentionSpec],
+    target: TargetKey,
+    settings: Settings,
+    on_warning: Callable[[str], None],
+) -> RunLog | None:
+    if not settings.use_mlflow:
+        return None
+    params = {
+        "target": str(target),
+        "specs": " ".join(map(str, specs)),
+        "trials": settings.trials,
+        "time_limit_s": settings.time_limit_s,
+        "seed": settings.seed,
+        "resume": settings.resume,
+    }
+    return RunLog(tracking_uri(settings.mlflow_uri), on_warning, params)
+
+
+@contextmanager
+def _machine(interrupt: Interrupt) -> Iterator[Machine]:
+    threads = num_threads()
+    # As serving sets TVM's pool up: what is measured is what will run.
+    pool = {
+        "TVM_NUM_THREADS": str(threads),
+        "TVM_BIND_THREADS": "0",
+        "TVM_THREAD_POOL_SPIN_COUNT": "20000",
+        "OMP_NUM_THREADS": "1",  # of torch, which only fills tensors there
+    }
+    one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
+        machine = Machine(
+            compilers=[Process("tvmpaged.tuning.compile_worker", one_core) for _ in range(cores)],
+            device=Process("tvmpaged.tuning.measure_worker", pool),
+            folder=Path(folder),
+            num_workers=threads,
+            interrupted=interrupt,
+        )
+        try:
+            yield machine
+        finally:
+            machine.close()

@@ -1,0 +1,209 @@
+"""A workload as tensors, and a candidate bound to them: what the measuring process calls.
+
+Never random numbers in index arrays: block tables are a permutation of the pool's blocks, lengths
+are those of the workload. Everything is 64-byte aligned, as the kernels take on trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tvmpaged.planning.items import Shape, balance, make_items
+from tvmpaged.planning.step import Step, check_step
+from tvmpaged.spec import AttentionSpec
+from tvmpaged.tuning.workload import Workload
+from tvmpaged.worklist import ITEM_FIELDS, MERGE_FIELDS
+
+Call = Callable[..., Any]
+#: Random elements made for a cache; a larger one repeats them.
+_FRESH_ELEMENTS = 1 << 22
+
+
+@dataclass
+class Case:
+    """Tensors of one workload.
+
+    Parameters
+    ----------
+    spec, workload
+        What they are for.
+    q, k_cache, v_cache, out, lse : torch.Tensor
+        As the kernels take them.
+    steps : list of Step
+        The same lengths over different blocks of the pool, one after the other: K and V that were
+        just read are not read again until all others were.
+    """
+
+    spec: AttentionSpec
+    workload: Workload
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    steps: list[Step]
+
+    @classmethod
+    def make(
+        cls,
+        spec: AttentionSpec,
+        workload: Workload,
+        *,
+        num_steps: int = 1,
+        seed: int = 0,
+        poison: bool = False,
+    ) -> Case:
+        """Allocate and fill.
+
+        Parameters
+        ----------
+        spec, workload
+            Sizes.
+        num_steps : int
+            Disjoint sets of blocks.
+        seed : int
+            Of the values and of the blocks' order.
+        poison : bool
+            Whether unused slots, unowned blocks, out and lse hold NaN.
+        """
+        random = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(seed)
+        heads = workload.num_kv_heads * spec.group_size
+        num_tokens = sum(workload.q_lens)
+        blocks = [-(-length // spec.block_size) for length in workload.seq_lens]
+        num_blocks = sum(blocks) * num_steps + (1 if poison else 0)  # one that nobody owns
+        order = random.permutation(num_blocks)
+        steps = []
+        for index in range(num_steps):
+            table = np.full((len(blocks), max(1, *blocks)), -1, np.int32)
+            owned = iter(order[index * sum(blocks) :])
+            for row, count in zip(table, blocks, strict=True):
+                row[:count] = [next(owned) for _ in range(count)]
+            steps.append(_step(workload, table, spec.block_size))
+        case = cls(
+            spec=spec,
+            workload=workload,
+            q=_random((num_tokens, heads, spec.head_dim), spec.q_dtype, generator),
+            k_cache=_random(_cache_shape(spec, workload, num_blocks, 0), spec.kv_dtype, generator),
+            v_cache=_random(_cache_shape(spec, workload, num_blocks, 1), spec.kv_dtype, generator),
+            out=torch.zeros(num_tokens, heads, spec.head_dim_v, dtype=_dtype(spec.out_dtype)),
+            lse=torch.zeros(num_tokens, heads),
+            steps=steps,
+        )
+        if poison:
+            case._poison_unused()
+        return case
+
+    def _poison_unused(self) -> None:
+        used = torch.zeros(self.k_cache.shape[0], self.spec.block_size, dtype=torch.bool)
+        for step in self.steps:
+            for table, length in zip(step.block_table, step.seq_lens, strict=True):
+                position = torch.arange(int(length))
+                blocks = torch.from_numpy(table)[position // self.spec.block_size].long()
+                used[blocks, position % self.spec.block_size] = True
+        for cache in (self.k_cache, self.v_cache):
+            by_slot = cache if self.spec.layout == "NHD" else cache.transpose(1, 2)
+            by_slot[~used] = torch.nan
+
+    def bind(
+        self, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
+    ) -> Callable[[], None]:
+        """Return a call that does a whole step as serving would, the next set of blocks each time.
+
+        Parameters
+        ----------
+        attention, merge : callable
+            Loaded functions.
+        choices : dict
+            The candidate's; they shape its work list.
+        num_workers : int
+            Threads.
+        """
+        split = Shape(_row_tile(self.spec, choices), int(choices["split_length"]))
+        sequences = np.arange(len(self.workload.seq_lens))
+        items, merges, partials = make_items(
+            self.steps[0],
+            sequences,
+            split,
+            self.workload.num_kv_heads,
+            self.spec.group_size,
+            True,
+            0,
+        )
+        work = balance(items, num_workers)
+        heads = self.q.shape[1]
+        partial_out = torch.empty(max(1, partials), heads, self.spec.head_dim_v)
+        partial_lse = torch.empty(max(1, partials), heads)
+        work_items = _aligned(work.items.reshape(-1, ITEM_FIELDS))
+        work_offsets = _aligned(work.offsets)
+        merge_items = _aligned(merges.reshape(-1, MERGE_FIELDS)) if len(merges) else None
+        tables = [_aligned(step.block_table) for step in self.steps]
+        scale = float(self.spec.head_dim**-0.5)
+        turn = 0
+
+        def call() -> None:
+            nonlocal turn
+            table = tables[turn % len(tables)]
+            turn += 1
+            attention(
+                self.q,
+                self.k_cache,
+                self.v_cache,
+                table,
+                work_items,
+                work_offsets,
+                self.out,
+                self.lse,
+                partial_out,
+                partial_lse,
+                scale,
+            )
+            if merge_items is not None:
+                merge(partial_out, partial_lse, merge_items, self.out, self.lse)
+
+        return call
+
+
+def _row_tile(spec: AttentionSpec, choices: dict[str, Any]) -> int:
+    # A decode item holds its whole group, whatever the row tile that walks it.
+    return spec.group_size if spec.kernel == "decode" else int(choices["row_tile"])
+
+
+def _step(workload: Workload, table: np.ndarray[Any, Any], block_size: int) -> Step:
+    starts = np.concatenate([[0], np.cumsum(workload.q_lens)])
+    return check_step(starts, np.array(workload.seq_lens), table, block_size)
+
+
+def _cache_shape(
+    spec: AttentionSpec, workload: Workload, num_blocks: int, which: int
+) -> tuple[int, ...]:
+    inner = (workload.num_kv_heads, spec.block_size)
+    dim = (spec.head_dim, spec.head_dim_v)[which]
+    return (num_blocks, *(inner[::-1] if spec.layout == "NHD" else inner), dim)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _random(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
+    result = torch.empty(shape, dtype=_dtype(dtype))
+    flat = result.view(-1)
+    fresh = torch.randn(min(len(flat), _FRESH_ELEMENTS), generator=generator).to(result.dtype)
+    for begin in range(0, len(flat), len(fresh)):
+        part = flat[begin : begin + len(fresh)]
+        part.copy_(fresh[: len(part)])
+    return result
+
+
+def _aligned(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=torch.int32).copy_(
+        torch.from_numpy(array.astype("int32"))
+    )

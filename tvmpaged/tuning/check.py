@@ -1,0 +1,76 @@
+"""Correct before fast: a candidate against the reference, on a small step full of edges.
+
+Lengths 0, 1 and around a block's edge, more new tokens than keys, and one sequence that every
+split length splits; unused slots, unowned blocks, ``out`` and ``lse`` hold NaN beforehand.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tvmpaged import reference
+from tvmpaged.spec import AttentionSpec
+from tvmpaged.tuning.case import Call, Case
+from tvmpaged.tuning.workload import Workload
+
+#: Allowed ``||out - ref|| / ||ref||`` by out's dtype: float32 sums in another order; the 16-bit
+#: dtypes round out once, and probabilities once (half a unit in the last of 11 and of 8 bits).
+TOLERANCE = {"float32": 1e-5, "float16": 1.5e-3, "bfloat16": 5e-3}
+#: lse is float32 whatever the dtype of q.
+LSE_TOLERANCE = 1e-5
+
+
+def check_workload(spec: AttentionSpec, split_length: int) -> Workload:
+    """Return the step that a candidate is checked on."""
+    size = spec.block_size
+    lengths = [0, 1, size - 1, size, size + 1, 3 * size + 5, split_length + size + 3]
+    if spec.kernel == "decode":
+        q_lens = [1] * len(lengths)
+    else:
+        q_lens = [0, 3, size - 1, size, 2, 2 * size, 4]  # the second has rows that see nothing
+    heads = 2 if spec.group_size <= 16 else 1
+    return Workload(heads, tuple(q_lens), tuple(lengths))
+
+
+@lru_cache(maxsize=8)
+def _case(spec: AttentionSpec, split_length: int) -> tuple[Case, Any, Any]:
+    case = Case.make(spec, check_workload(spec, split_length), seed=1, poison=True)
+    step = case.steps[0]
+    out, lse = reference.paged_attention(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        step.query_start_loc,
+        step.seq_lens,
+        step.block_table,
+        kv_layout="NHD" if spec.layout == "NHD" else "HND",
+        return_lse=True,
+    )
+    return case, out, lse
+
+
+def wrong(
+    spec: AttentionSpec, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
+) -> str:
+    """Return what is wrong with a candidate's numbers; empty when nothing is."""
+    case, out, lse = _case(spec, int(choices["split_length"]))
+    case.out.fill_(torch.nan)
+    case.lse.fill_(torch.nan)
+    case.bind(attention, merge, choices, num_workers)()
+    found, found_lse = case.out.double().numpy(), case.lse.double().numpy()
+    if np.isnan(found).any():
+        return f"{int(np.isnan(found).any(axis=(1, 2)).sum())} of {len(found)} rows of out hold NaN"
+    error = float(np.linalg.norm(found - out) / np.linalg.norm(out))
+    if not error <= TOLERANCE[spec.out_dtype]:
+        return f"relative error {error:.2e} is over {TOLERANCE[spec.out_dtype]:.1e}"
+    seen = np.isfinite(lse)
+    if not np.array_equal(np.isneginf(found_lse), ~seen):
+        return "lse is -inf at other rows than those that see nothing"
+    error = float(np.linalg.norm((found_lse - lse)[seen]) / np.linalg.norm(lse[seen]))
+    if not error <= LSE_TOLERANCE:
+        return f"relative error {error:.2e} of lse is over {LSE_TOLERANCE:.1e}"
+    return ""

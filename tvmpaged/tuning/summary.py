@@ -1,0 +1,68 @@
+"""A spec's search in a page that a person reads: ``summary.md`` beside the record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tvmpaged.records import Record
+from tvmpaged.tuning.trial import Trial
+
+SUMMARY_NAME = "summary.md"
+
+
+def write_summary(folder: Path, record: Record, trials: Sequence[Trial]) -> Path:
+    """Write the page and return its path."""
+    path = folder / SUMMARY_NAME
+    path.write_text(summary(record, trials), encoding="utf-8")
+    return path
+
+
+def summary(record: Record, trials: Sequence[Trial]) -> str:
+    """Return the page."""
+    new, old = record.latency_us, record.default_latency_us
+    rate = (
+        f"{record.gb_per_s:.1f} GB/s of K and V"
+        if record.gb_per_s is not None
+        else f"{record.gflop_per_s:.1f} GFLOP/s"
+    )
+    winner = "the untuned default" if record.is_default else "a candidate"
+    lines = [
+        f"# {record.spec}",
+        "",
+        f"Target {record.target}, record {record.record_id}, {record.created_at}.",
+        f"Measured on {record.device} with {record.num_threads} threads.",
+        "",
+        f"The winner is {winner}: {record.speedup:.2f} times as fast as the default, {rate}.",
+        "",
+        "| | median us | p10 | p90 | repeats |",
+        "|---|---|---|---|---|",
+        f"| winner | {new.median:.1f} | {new.p10:.1f} | {new.p90:.1f} | {new.repeats} |",
+        f"| default | {old.median:.1f} | {old.p10:.1f} | {old.p90:.1f} | {old.repeats} |",
+        "",
+        "| option | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in record.choices.items()),
+        "",
+        f"{record.trials} candidates were tried; failed: {_failures(record)}.",
+        "",
+        "| trial | best so far, us |",
+        "|---|---|",
+        *(f"| {index} | {best:.1f} |" for index, best in steps(trials)),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _failures(record: Record) -> str:
+    return ", ".join(f"{count} {name}" for name, count in record.failures.items()) or "none"
+
+
+def steps(trials: Sequence[Trial]) -> list[tuple[int, float]]:
+    """Return where the best time fell: (trial, counted from 1; its median in microseconds)."""
+    best, found = float("inf"), []
+    for index, each in enumerate(trials, start=1):
+        if each.median_us < best:
+            best = each.median_us
+            found.append((index, best))
+    return found

@@ -1,0 +1,71 @@
+"""One candidate and what became of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tvmpaged.records import Latency
+
+Choices = dict[str, Any]
+
+#: Why a candidate has no time. "interrupted" says nothing about it: it is tried again.
+REASONS = ("compile", "crash", "time-out", "wrong", "run", "interrupted")
+
+
+def choices_key(choices: Choices) -> str:
+    """Return a short name for a choice list; the order of its options has no say."""
+    text = json.dumps(choices, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate's time, or the reason why it has none.
+
+    Parameters
+    ----------
+    choices : dict
+        The candidate.
+    latency_us : Latency or None
+        Its time.
+    reason : str
+        One of `REASONS`, empty when it has a time.
+    detail : str
+        For a person.
+    """
+
+    choices: Choices
+    latency_us: Latency | None = None
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def key(self) -> str:
+        """The candidate's short name."""
+        return choices_key(self.choices)
+
+    @property
+    def median_us(self) -> float:
+        """Median time in microseconds; infinite for a failure."""
+        return float("inf") if self.latency_us is None else self.latency_us.median
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        data: dict[str, Any] = {"choices": self.choices}
+        if self.latency_us is not None:
+            return data | {"latency_us": asdict(self.latency_us)}
+        return data | {"reason": self.reason, "detail": self.detail}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Trial:
+        """Read back what `as_dict` gave."""
+        latency = data.get("latency_us")
+        return cls(
+            choices=dict(data["choices"]),
+            latency_us=Latency(**latency) if latency else None,
+            reason=str(data.get("reason", "")),
+            detail=str(data.get("detail", "")),
+        )

@@ -1,0 +1,247 @@
+"""One spec from the command to its record: log, search, finalists, record, runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tvmpaged import records, schedules
+from tvmpaged.errors import UserError
+from tvmpaged.records import Record
+from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning.finalists import decide
+from tvmpaged.tuning.interrupt import GivenUpError
+from tvmpaged.tuning.log import TrialLog, open_log
+from tvmpaged.tuning.metaschedule import Machine, Task, failed
+from tvmpaged.tuning.mlflow_log import RunLog
+from tvmpaged.tuning.session import Session, make_record
+from tvmpaged.tuning.setting import Setting
+from tvmpaged.tuning.status import Status
+from tvmpaged.tuning.summary import write_summary
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
+from tvmpaged.tuning.workload import DEFAULT_NUM_KV_HEADS, Workload
+
+#: Specs whose winners are tried right after the default.
+NUM_NEIGHBOURS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to tune.
+
+    Parameters
+    ----------
+    trials : int
+        Candidates per spec.
+    time_limit_s : float or None
+        Of the whole call, in seconds; results are written all the same.
+    work_dir : Path
+        Where ``<target>/<spec>/`` lie.
+    seed : int
+        Of proposals and inputs.
+    resume : bool
+        Go on from the logs.
+    num_kv_heads : mapping
+        Group size -> K/V heads of the workload; others take `DEFAULT_NUM_KV_HEADS`.
+    mlflow_uri : str or None
+        Tracking server; None takes MLFLOW_TRACKING_URI or the default.
+    use_mlflow : bool
+        Whether runs are logged.
+    """
+
+    trials: int = 64
+    time_limit_s: float | None = None
+    work_dir: Path = Path("tuning_logs")
+    seed: int = 0
+    resume: bool = False
+    num_kv_heads: Mapping[int, int] | None = None
+    mlflow_uri: str | None = None
+    use_mlflow: bool = True
+
+    def workload(self, spec: AttentionSpec) -> Workload:
+        """Return what a spec is measured on."""
+        heads = (self.num_kv_heads or {}).get(spec.group_size, DEFAULT_NUM_KV_HEADS)
+        return Workload.representative(spec, heads)
+
+
+@dataclass
+class Work:
+    """One spec's part of a call.
+
+    Parameters
+    ----------
+    spec, target, settings
+        What to do.
+    machine : Machine
+        What does it.
+    deadline : float
+        Of `time.monotonic`, for the search.
+    runs : RunLog or None
+        Where it is logged.
+    on_status : callable
+        Told of each batch.
+    """
+
+    spec: AttentionSpec
+    target: TargetKey
+    settings: Settings
+    machine: Machine
+    deadline: float
+    runs: RunLog | None
+    on_status: Callable[[Status], None]
+
+    def run(self) -> Record:
+        """Search, decide, and write the record.
+
+        Raises
+        ------
+        GivenUpError
+            When a signal came; the log holds all finished trials.
+        UserError
+            When another process writes the log, or the default cannot be measured.
+        """
+        setting = Setting.here(self.settings.workload(self.spec))
+        folder = records.folder(self.settings.work_dir, self.target, self.spec)
+        with open_log(folder) as log:
+            session, run_id = self._start(log, setting)
+            self._search(session, log, run_id)
+            self._tell(session, "finalists")
+            result = decide(session.task, session.default, list(session.trials.values()))
+            record = make_record(session, setting, result, self.settings.seed, run_id)
+            path = records.save(self.settings.work_dir, record)
+            files = [path, log.path, write_summary(folder, record, list(session.trials.values()))]
+            if self.runs is not None:
+                files += self._explain(record)
+                self.runs.finish_spec(run_id, record, files)
+            self._tell(session, "done")
+            return record
+
+    def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, str | None]:
+        text = f"{self.settings.seed} {self.spec}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+        task = Task(
+            machine=self.machine,
+            spec=self.spec,
+            target=self.target,
+            workload=setting.workload,
+            merge=self._compile_merge(),
+            rotation_bytes=setting.rotation_bytes,
+            seed=seed,
+        )
+        known: list[Trial] = []
+        earlier = log.earlier(setting) if self.settings.resume else None
+        if earlier is not None and earlier.seed == self.settings.seed:
+            # The same path again: what was measured on it is answered from the log.
+            task.answers = {each.key: each for each in earlier.trials}
+        elif earlier is not None:
+            known = earlier.trials
+        run_id = earlier.mlflow_run_id if earlier is not None else None
+        if self.runs is not None:
+            run_id = self.runs.start_spec(
+                self.spec, self.target, setting, self.settings.seed, run_id
+            )
+        log.start(setting, self.settings.seed, run_id)
+        starts = [self._default(), *self._neighbours()]
+        session = Session(task, seed, self.settings.trials, self.deadline, starts, known)
+        return session, run_id
+
+    def _search(self, session: Session, log: TrialLog, run_id: str | None) -> None:
+        logged = set(session.task.answers)
+
+        def on_batch(batch: list[Trial]) -> None:
+            new = [each for each in batch if each.key not in logged]
+            log.append(new)
+            self._tell(session, "search")
+            if self.runs is not None:
+                new_keys = {each.key for each in new}
+                before = [each for each in session.trials.values() if each.key not in new_keys]
+                self.runs.log_trials(
+                    run_id,
+                    before,
+                    new,
+                    lambda latency_us: session.task.workload.rate(self.spec, latency_us),
+                )
+
+        session.on_batch = on_batch
+        self._tell(session, "start")
+        session.search()
+        if self.machine.interrupted():
+            raise GivenUpError
+        # Trials of the log that this search did not come to are as good as any.
+        for each in session.task.answers.values():
+            session.trials.setdefault(each.key, each)
+
+    def _compile_merge(self) -> Path:
+        """Compile the kernel that folds a split sequence's parts: its time counts."""
+        spec = AttentionSpec.make("merge", self.spec.out_dtype)
+        choices = schedules.default_choices(spec, self.target)
+        path = self.machine.path(spec, choices_key(choices))
+        if not path.exists():
+            (answer,) = self.machine.compile(spec, self.target, [choices])
+            failure = failed(choices, answer, "compile")
+            if failure is not None:
+                if failure.reason == "interrupted":
+                    raise GivenUpError
+                raise UserError(f"{spec} cannot be compiled: {failure.detail}")
+        return path
+
+    def _explain(self, record: Record) -> list[Path]:
+        """Write the winner's program and assembly; return the files."""
+        path = self.machine.path(self.spec, "winner")
+        request = {
+            "spec": str(self.spec),
+            "target": str(self.target),
+            "choices": record.choices,
+            "path": str(path),
+            "explain": True,
+        }
+        self.machine.compilers[0].ask(request, 120.0, self.machine.interrupted)
+        return [path.with_suffix(".py"), path.with_suffix(".s")]
+
+    def _default(self) -> Choices:
+        return schedules.default_choices(self.spec, self.target)
+
+    def _neighbours(self) -> list[Choices]:
+        """Return what won for similar specs, the most similar first."""
+        space = schedules.space(self.spec, self.target)
+        found: list[tuple[int, str, Choices]] = []
+        try:
+            for each in records.load_all(self.settings.work_dir, self.target):
+                choices = dict(each.choices)
+                fits = choices.keys() == space.keys() and all(
+                    choices[name] in values for name, values in space.items()
+                )
+                other = each.spec.kernel == self.spec.kernel and each.spec != self.spec
+                if fits and other and schedules.reject(self.spec, self.target, choices) is None:
+                    found.append((_distance(each.spec, self.spec), str(each.spec), choices))
+        except ValueError:
+            return []  # a record that cannot be read is not this spec's business
+        return [choices for _, _, choices in sorted(found, key=lambda each: each[:2])][
+            :NUM_NEIGHBOURS
+        ]
+
+    def _tell(self, session: Session, phase: str) -> None:
+        best, default = session.best(), session.default_trial()
+        name, rate = "", None
+        if best is not None:
+            name, rate = session.task.workload.rate(self.spec, best.median_us)
+        status = Status(
+            spec=self.spec,
+            phase=phase,
+            trials=len(session.trials),
+            num_trials=session.num_trials,
+            failures=sum(session.failures().values()),
+            best_us=best.median_us if best is not None else None,
+            default_us=default.median_us if default and default.latency_us else None,
+            rate_name=name,
+            rate=rate,
+            eta_s=session.eta_s() if phase in ("start", "search") else None,
+        )
+        self.on_status(status)
+
+
+def _distance(one: AttentionSpec, other: AttentionSpec) -> int:
+    names = ("q_dtype", "kv_dtype", "head_dim", "head_dim_v", "block_size", "group_size", "layout")
+    return sum(getattr(one, name) != getattr(other, name) for name in names)

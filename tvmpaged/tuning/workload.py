@@ -1,0 +1,75 @@
+"""What a candidate is measured on: the sequences of one step, and what they read and compute."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tvmpaged.spec import DTYPE_BYTES, AttentionSpec
+
+DEFAULT_NUM_KV_HEADS = 8
+DECODE_BATCH = 8
+DECODE_CONTEXT = 1024
+#: (new tokens, all tokens) of a prefill step: a whole prompt, and a chunk over cached context.
+PREFILL_SEQUENCES = ((512, 512), (256, 1024))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step.
+
+    Parameters
+    ----------
+    num_kv_heads : int
+        K/V heads.
+    q_lens, seq_lens : tuple of int
+        New tokens, and all tokens, of each sequence.
+    """
+
+    num_kv_heads: int
+    q_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @classmethod
+    def representative(
+        cls, spec: AttentionSpec, num_kv_heads: int = DEFAULT_NUM_KV_HEADS
+    ) -> Workload:
+        """Return the step a spec is tuned on unless another is named.
+
+        Decode: a batch whose lengths spread evenly from three to five quarters of their mean, so
+        that neither whole blocks nor equal shares of work come for free.
+        """
+        if spec.kernel == "decode":
+            spread = range(DECODE_BATCH)
+            first, step = DECODE_CONTEXT * 3 // 4, DECODE_CONTEXT // 2 // (DECODE_BATCH - 1)
+            return cls(num_kv_heads, (1,) * DECODE_BATCH, tuple(first + i * step for i in spread))
+        q_lens, seq_lens = zip(*PREFILL_SEQUENCES, strict=True)
+        return cls(num_kv_heads, q_lens, seq_lens)
+
+    def kv_bytes(self, spec: AttentionSpec) -> int:
+        """Bytes of K and V in the sequences: what a decode step has to read."""
+        row = (spec.head_dim + spec.head_dim_v) * DTYPE_BYTES[spec.kv_dtype]
+        return sum(self.seq_lens) * self.num_kv_heads * row
+
+    def flops(self, spec: AttentionSpec) -> int:
+        """Operations of q.K and P.V over the pairs of row and key that are visible."""
+        pairs = sum(
+            q * (n - q) + q * (q + 1) // 2 for q, n in zip(self.q_lens, self.seq_lens, strict=True)
+        )
+        heads = self.num_kv_heads * spec.group_size
+        return 2 * heads * pairs * (spec.head_dim + spec.head_dim_v)
+
+    def rate(self, spec: AttentionSpec, latency_us: float) -> tuple[str, float]:
+        """Return what bounds the kernel, as (``gb_per_s`` or ``gflop_per_s``, value)."""
+        if spec.kernel == "decode":
+            return "gb_per_s", self.kv_bytes(spec) / latency_us / 1e3
+        return "gflop_per_s", self.flops(spec) / latency_us / 1e3
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Workload:
+        """Read back what `as_dict` gave."""
+        return cls(int(data["num_kv_heads"]), tuple(data["q_lens"]), tuple(data["seq_lens"]))
