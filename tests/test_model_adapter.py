@@ -17,8 +17,9 @@ from engine_tools import EOS, GREEDY, SIZES, generate_with, random_prompts, save
 from kernel_bundles import bundle
 
 from tvmpaged import Engine, SamplingParams
+from tvmpaged.model_source import find_model
 from tvmpaged.runtime.hf_attention import MissingStepError, attention_forward
-from tvmpaged.runtime.model import find_model, import_transformers, load_model
+from tvmpaged.runtime.model import import_transformers, load_model
 from tvmpaged.runtime.model_support import max_length, missing_features
 
 pytestmark = pytest.mark.runtime

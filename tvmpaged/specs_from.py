@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmpaged.errors import UserError
+from tvmpaged.model_source import ModelSource, find_model
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, dtype_name
 
 _DEFAULT_BLOCK_SIZES = (16,)
@@ -188,7 +189,8 @@ def model_shape(model: str) -> ModelShape:
     Parameters
     ----------
     model : str
-        A folder with ``config.json``, a GGUF file, or a hub id (needs the ``hf`` extra, as GGUF).
+        What `find_model` takes: a folder with ``config.json``, a GGUF file, ``package:NAME`` or a
+        hub id; all but the first need the ``hf`` extra.
 
     Raises
     ------
@@ -197,23 +199,20 @@ def model_shape(model: str) -> ModelShape:
     ValueError
         When its configuration is not that of a model with plain or grouped-query attention.
     """
-    path = Path(model).expanduser()
-    config = path / "config.json"
-    if config.is_file():
-        return _shape(json.loads(config.read_text(encoding="utf-8")), model)
-    if path.is_file() and path.suffix == ".gguf":
-        return _shape(_auto_config(str(path.parent), gguf_file=path.name), model)
-    if path.exists():
+    source = find_model(model)
+    config = Path(source.folder) / "config.json"
+    if source.gguf_file is not None or not source.is_local:
+        return _shape(_auto_config(source), model)
+    if not config.is_file():
         raise FileNotFoundError(f"model={model!r} has no config.json and is no GGUF file")
-    if path.is_absolute() or path.suffix == ".gguf" or model.startswith((".", "~")):
-        raise FileNotFoundError(f"model={model!r} does not exist")
-    return _shape(_auto_config(model), model)
+    return _shape(json.loads(config.read_text(encoding="utf-8")), model)
 
 
-def _auto_config(name: str, **options: str) -> dict[str, Any]:
+def _auto_config(source: ModelSource) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    content: dict[str, Any] = AutoConfig.from_pretrained(name, **options).to_dict()
+    config = AutoConfig.from_pretrained(source.folder, **source.arguments)
+    content: dict[str, Any] = config.to_dict()
     return content
 
 
