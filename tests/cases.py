@@ -166,8 +166,10 @@ def make_case(
 def run(attn: PagedAttention, case: Case, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse; out held NaN before, so that a row left unwritten shows."""
     plan = attn.plan(*case.step, causal=case.causal)
-    arguments = {"sm_scale": case.sm_scale, "out": torch.full_like(case.q, NAN), **changes}
-    out, lse = attn.run(plan, case.q, case.k_cache, case.v_cache, return_lse=True, **arguments)
+    changes.setdefault("out", torch.full(case.q.shape, NAN, dtype=attn.dtype))
+    out, lse = attn.run(
+        plan, case.q, case.k_cache, case.v_cache, case.sm_scale, return_lse=True, **changes
+    )
     return out, lse
 
 
