@@ -122,9 +122,15 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     logits = _adjusted(logits, rows)
     # Greedy rows in one call; the lowest token id wins a tie.
     tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
-    for index, row in enumerate(rows):
-        if row.params.temperature > 0:
-            tokens[index] = _draw(logits[index], row)
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        params = [rows[index].params for index in drawn]
+        temperatures = logits.new_tensor([one.temperature for one in params])
+        scaled = logits[drawn] / temperatures[:, None]
+        thresholds = _thresholds(scaled, params)
+        for place, index in enumerate(drawn):
+            threshold = None if thresholds is None else thresholds[place]
+            tokens[index] = _draw(scaled[place], threshold, rows[index])
     return tokens
 
 
@@ -162,10 +168,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
-    params = row.params
-    scaled = logits.double() / params.temperature
-    threshold = _threshold(scaled, params)
+def _draw(scaled: torch.Tensor, threshold: torch.Tensor | None, row: SamplingRow) -> int:
     if threshold is None:
         token_ids = torch.arange(len(scaled), device=scaled.device)
     else:
@@ -175,37 +178,56 @@ def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
     return int(token_ids[torch.argmax(scaled + noise)])
 
 
-def _threshold(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """Return the least logit that top_k, top_p and min_p keep; None when they keep all.
+def _thresholds(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+    """Return the least logit that top_k, top_p and min_p keep for each row; None: they keep all.
 
-    A threshold, not a count, because it does not depend on how a sort orders ties.
+    Thresholds, not counts, because they do not depend on how a sort orders ties.
     """
-    vocab_size = len(scaled)
-    top_k = params.top_k if 0 < params.top_k < vocab_size else None
-    if top_k is None and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return None
-    bounds = []
-    if params.min_p > 0.0:
-        bounds.append(scaled.max() + math.log(params.min_p))
-    if top_k is not None:
-        bounds.append(scaled.topk(top_k).values[-1])
-    if params.top_p < 1.0:
-        bounds.append(_top_p_threshold(scaled, params.top_p, top_k))
-    return torch.stack(bounds).max()
+    num_rows, vocab_size = scaled.shape
+    top_k = [one.top_k if 0 < one.top_k < vocab_size else vocab_size for one in params]
+    top_p = [one.top_p for one in params]
+    min_p = [one.min_p for one in params]
+    bounds = scaled.new_full((num_rows,), -torch.inf)
+    if any(min_p):
+        # log(0) is minus infinity: it keeps all.
+        bounds = scaled.amax(-1) + scaled.new_tensor(min_p).log()
+    limited = [index for index in range(num_rows) if top_k[index] < vocab_size or top_p[index] < 1]
+    if limited:
+        bounds[limited] = torch.maximum(
+            bounds[limited],
+            _sorted_thresholds(
+                scaled[limited], [top_k[i] for i in limited], [top_p[i] for i in limited]
+            ),
+        )
+    return bounds if limited or any(min_p) else None
 
 
-def _top_p_threshold(scaled: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
-    size = len(scaled) if top_k is None else top_k
-    width = min(size, _SORTED_TOKENS)
-    while True:
-        largest = scaled.topk(width).values
-        total = torch.logsumexp(scaled if top_k is None else scaled.topk(top_k).values, dim=-1)
-        before = torch.cumsum(torch.exp(largest - total), dim=-1)
-        # A token stays when the tokens before it do not reach top_p yet.
-        kept = 1 + int((before < top_p).sum())
-        if kept <= width or width == size:
-            return largest[min(kept, width) - 1]
-        width = size
+def _sorted_thresholds(
+    scaled: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float], width: int = _SORTED_TOKENS
+) -> torch.Tensor:
+    """Return the smallest of each row's kept logits; a token stays while those before it are few.
+
+    "Few" is fewer than top_k, and with less than top_p of the probability that top_k leaves.
+    """
+    vocab_size = scaled.shape[-1]
+    limits = [k for k in top_k if k < vocab_size]
+    width = min(vocab_size, max([width, *limits]))
+    largest = scaled.topk(width).values
+    sums = torch.cumsum(torch.exp(largest - largest[:, :1]), -1)
+    whole = torch.exp(scaled - largest[:, :1]).sum(-1)
+    k = torch.tensor(top_k, device=scaled.device)[:, None]
+    total = torch.where(k < vocab_size, sums.gather(-1, k.clamp(max=width) - 1), whole[:, None])
+    # Rounding must not cut what top_p=1 keeps.
+    p = scaled.new_tensor([math.inf if one >= 1.0 else one for one in top_p])[:, None]
+    place = torch.arange(1, width + 1, device=scaled.device)
+    kept = 1 + ((sums < p * total) & (place < k)).sum(-1, keepdim=True)
+    thresholds = largest.gather(-1, kept.clamp(max=width) - 1)[:, 0]
+    beyond = (kept[:, 0] > width).nonzero()[:, 0].tolist()
+    if beyond:
+        thresholds[beyond] = _sorted_thresholds(
+            scaled[beyond], [top_k[i] for i in beyond], [top_p[i] for i in beyond], vocab_size
+        )
+    return thresholds
 
 
 def logprobs_of(

@@ -164,7 +164,10 @@ def test_last_bits_of_logits_do_not_matter() -> None:
 
 def test_a_row_is_drawn_alike_alone_and_in_a_batch() -> None:
     logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(1))
-    rows = [row(i, seed=i % 3, temperature=[0.0, 1.0, 0.7][i % 3], top_k=i) for i in range(16)]
+    rows = [
+        row(i, seed=i % 3, temperature=(0.0, 1.0, 0.7)[i % 3], top_k=17 * i % 600, top_p=p, min_p=m)
+        for i, (p, m) in enumerate(((1.0, 0.0), (0.9, 0.0), (0.999, 0.0), (0.99, 0.1)) * 4)
+    ]
     alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(16)]
     assert sample(logits, rows) == alone
     assert sample(logits.flip(0), rows[::-1]) == alone[::-1]
