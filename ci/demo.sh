@@ -25,8 +25,8 @@ fi
 
 heading "package: compile what won, and the base set behind it ($work/bundle)"
 "$tvmpaged" package --target native "${specs[@]}" --base --records "$work/tuning_logs" \
-    --out "$work/bundle"
-"$tvmpaged" verify "$work/bundle" --static
+    --out "$work/bundle" --replace >"$work/package.log"
+"$tvmpaged" verify "$work/bundle" --static | tail -n 1
 
 heading "decode: three prompts, one of them with four samples"
 .venv/bin/python ci/demo_decode.py --model "$model" --bundle "$work/bundle"
