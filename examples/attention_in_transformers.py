@@ -9,10 +9,12 @@ python examples/attention_in_transformers.py --model path/to/folder
 import argparse
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tvmpaged
+from tvmpaged.model_source import find_model
 from tvmpaged.runtime.hf_attention import PagedStep
-from tvmpaged.runtime.model import find_model, import_transformers, register_attention
+from tvmpaged.runtime.model import register_attention
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 12
@@ -27,9 +29,8 @@ def main() -> None:
     source = find_model(parser.parse_args().model)
 
     register_attention()  # transformers now knows attn_implementation="tvmpaged"
-    transformers = import_transformers()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, **source.arguments)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments)
+    model = AutoModelForCausalLM.from_pretrained(
         source.folder, attn_implementation="tvmpaged", dtype="float32", **source.arguments
     ).eval()
 

@@ -158,6 +158,7 @@ def load_model(
 
     if dtype is not None:
         dtype = dtype_name(dtype)
+    _check_device(device)
     transformers = import_transformers()
     source = find_model(model)
     arguments = source.arguments | ({} if revision is None else {"revision": revision})
@@ -190,6 +191,16 @@ def load_model(
         eos_token_ids=_eos_token_ids(loaded),
         **shape,
     )
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        allowed = "'cpu' or 'cuda'" if torch.cuda.is_available() else "'cpu' (no GPU is found)"
+        raise ValueError(f"device={device!r} cannot be used; allowed: {allowed}")
 
 
 def _refuse(config: Any, reasons: list[str]) -> None:

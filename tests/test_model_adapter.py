@@ -214,6 +214,12 @@ def test_dtype_is_the_checkpoints_unless_said(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="float64")
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "meta", ""])
+def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):
+        load_model(tiny_folder(), device=device)
+
+
 def test_several_end_of_sequence_ids(tmp_path: Path) -> None:
     save_model(tmp_path, config("Llama", {}))
     generation = transformers.GenerationConfig(eos_token_id=[EOS, 7])
