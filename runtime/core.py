@@ -116,7 +116,9 @@ class EngineCore:
                 touched[request.request_id] = request
         self.counters.note_blocks(self._manager)  # forks have just shared some
         if drawing:
-            self._draw(logits[[index for index, _ in drawing]], [seq for _, seq in drawing])
+            indices = [index for index, _ in drawing]
+            whole = indices == list(range(len(logits)))
+            self._draw(logits if whole else logits[indices], [seq for _, seq in drawing])
         for request in touched.values():
             self._note(request)
         return list(touched.values())

@@ -81,7 +81,16 @@ class Intake:
         wanted = parent.params if params is None else params
         if not isinstance(wanted, SamplingParams):
             raise TypeError(f"params={params!r} must be SamplingParams")
+        assert isinstance(parent.params, SamplingParams)
+        if wanted.n != parent.params.n:
+            raise ValueError(f"n={wanted.n} must be the parent's, {parent.params.n}")
         child = self._make(None, parent.prompt, parent.prompt_token_ids, wanted)
+        going_on = [seq for seq in parent.sequences if seq.finish_reason is None]
+        taken = max(len(seq.output_token_ids) for seq in going_on)
+        if taken >= child.max_tokens:
+            raise ValueError(
+                f"max_tokens={wanted.max_tokens} must be more than the {taken} tokens taken over"
+            )
         if params is None:
             # Same seed, next sample index: its draws are its own, and can be repeated.
             child.seed, child.root = parent.seed, parent.root or parent

@@ -149,6 +149,10 @@ def test_what_cannot_be_forked_is_named() -> None:
         engine.fork(beams)
     with pytest.raises(TypeError, match="SamplingParams"):
         engine.fork("parent", BeamSearchParams(beam_width=2, max_tokens=3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_tokens=6 must be more than the 6 tokens taken over"):
+        engine.fork("parent", SamplingParams(max_tokens=BEFORE, **GREEDY))
+    with pytest.raises(ValueError, match="n=2 must be the parent's, 1"):
+        engine.fork("parent", SamplingParams(n=2, max_tokens=AFTER, **GREEDY))
     run_to_end(engine)
     with pytest.raises(ValueError, match="request_id='parent' is unknown or finished"):
         engine.fork("parent")
