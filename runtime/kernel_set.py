@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from tvmpaged.spec import AttentionSpec
 #: Turns of its loop that an idle thread of TVM's pool spins before it sleeps. TVM's own default
 #: (300,000) keeps torch's threads off the cores for longer than a step of a small model takes.
 SPIN_COUNT = "20000"
+
+#: Set to 1, what no bundle has is compiled when it is first asked for.
+COMPILE_VARIABLE = "TVMPAGED_COMPILE_ON_MISS"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """``tuned``, ``default``, ``generic`` or ``reference``."""
+        """``tuned``, ``default``, ``generic``, ``compiled`` or ``reference``."""
         return str(self.description["kind"])
 
 
@@ -63,24 +67,54 @@ def load_kernel(spec: AttentionSpec, bundle: str | None = None, strict: bool = F
     strict : bool
         Take only an artifact specialised for exactly this spec and this machine.
 
+    With ``TVMPAGED_COMPILE_ON_MISS=1`` in the environment, and the compiler installed, what no
+    bundle has is compiled in a child process into the user's cache.
+
     Raises
     ------
     FileNotFoundError
         When none can serve; lists every candidate and why it was rejected.
     """
-    found = find(spec, host_for(native_target()), bundle, strict)
+    host = host_for(native_target())
+    compiled = False
+    try:
+        found = find(spec, host, bundle, strict)
+    except FileNotFoundError as miss:
+        if os.environ.get(COMPILE_VARIABLE) != "1":
+            raise
+        _compile(spec, miss)
+        compiled = True
+        found = find(spec, host, bundle, strict)
     artifact = found.accepted.artifact
     return Kernel(
         call=_load(found, artifact.sha256),
         spec=spec,
         choices=dict(artifact.choices),
-        description=_describe(found, artifact),
+        description=_describe(found, artifact, compiled),
     )
 
 
-def _describe(found: Found, artifact: Artifact) -> dict[str, Any]:
+def _compile(spec: AttentionSpec, miss: FileNotFoundError) -> None:
+    """Compile a spec into the user's cache, in a process of its own.
+
+    Raises
+    ------
+    FileNotFoundError
+        When it cannot be compiled: what was missing, and what the compiler said.
+    """
+    command = [sys.executable, "-m", "tvmpaged", "package", "--target", "native"]
+    done = subprocess.run(
+        [*command, "--spec", str(spec), "--install"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise FileNotFoundError(
+            f"{miss}\n{COMPILE_VARIABLE}=1, but compiling it failed:\n{done.stderr.strip()}"
+        ) from miss
+
+
+def _describe(found: Found, artifact: Artifact, compiled: bool) -> dict[str, Any]:
     return {
-        "kind": found.accepted.kind,
+        "kind": "compiled" if compiled else found.accepted.kind,
         "target": str(found.accepted.target),
         "artifact": str(found.accepted.path),
         "sha256": artifact.sha256,

@@ -15,11 +15,24 @@ _CARRIED = Path(__file__).parent / "data" / "lib"
 
 
 def candidates(name: str = RUNTIME) -> list[Path]:
-    """Return the places where library `name` may be, best first."""
-    places = [_CARRIED / name]
+    """Return the places where library `name` may be, best first.
+
+    A process can hold one copy only. So an installed apache-tvm of the carried release comes first:
+    whoever imports ``tvm`` later in the same process loads that copy.
+    """
+    carried, installed = [_CARRIED / name], []
     with suppress(PackageNotFoundError):
-        places.append(Path(str(distribution("apache-tvm").locate_file(f"tvm/lib/{name}"))))
-    return [place.absolute() for place in places]
+        tvm = distribution("apache-tvm")
+        installed.append(Path(str(tvm.locate_file(f"tvm/lib/{name}"))))
+        if tvm.version == _carried_version():
+            carried, installed = installed, carried
+    return [place.absolute() for place in (*carried, *installed)]
+
+
+def _carried_version() -> str | None:
+    if (_CARRIED / RUNTIME).is_file():
+        return (_CARRIED / "VERSION").read_text(encoding="utf-8").strip()
+    return None
 
 
 def find(name: str = RUNTIME) -> Path:
@@ -43,8 +56,8 @@ def find(name: str = RUNTIME) -> Path:
 
 def runtime_version() -> str | None:
     """Return the release of the library that `find` returns, or None when there is none."""
-    if (_CARRIED / RUNTIME).is_file():
-        return (_CARRIED / "VERSION").read_text(encoding="utf-8").strip()
-    with suppress(PackageNotFoundError):
-        return distribution("apache-tvm").version
-    return None
+    carried = _carried_version()
+    if carried is None:
+        with suppress(PackageNotFoundError):
+            return distribution("apache-tvm").version
+    return carried
