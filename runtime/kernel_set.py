@@ -150,7 +150,7 @@ def _load_runtime() -> None:
     os.environ["TVM_NUM_THREADS"] = str(num_threads())
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", SPIN_COUNT)
-    if "tvm" not in sys.modules:  # the compiler brings its own copy
+    if sys.modules.get("tvm") is None:  # the compiler brings its own copy
         import tvm_ffi  # noqa: F401, the library links to it
 
         ctypes.CDLL(str(tvm_libs.find()), ctypes.RTLD_GLOBAL)
