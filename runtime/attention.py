@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 
 from tvmpaged.cpu import num_threads
 from tvmpaged.planning.step import check_step
-from tvmpaged.runtime.attention_kernels import attention_specs, load_kernels
+from tvmpaged.runtime.attention_kernels import attention_specs, check_count, load_kernels
 from tvmpaged.runtime.indices import check_copies, check_slots
 from tvmpaged.runtime.plan import PHASES, Plan, make_plan
 from tvmpaged.runtime.tensors import check_cache, check_rows, zero_pages
+
+#: What a process can address on x86-64 without five-level paging.
+ADDRESS_SPACE_BYTES = 2**47
 
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
@@ -167,16 +171,23 @@ class PagedAttention:
         Raises
         ------
         ValueError
-            When a number is not positive.
+            When a number is not positive, or the memory cannot be had.
         """
-        for name, value in (("num_blocks", num_blocks), ("num_layers", num_layers)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value} must be at least 1")
+        layers = 1 if num_layers is None else num_layers
+        for name, value in (("num_blocks", num_blocks), ("num_layers", layers)):
+            check_count(name, value)
         shape = self.cache_shape(num_blocks)
-        pairs = [
-            (zero_pages(shape, self.kv_dtype), zero_pages(shape, self.kv_dtype))
-            for _ in range(num_layers or 1)
-        ]
+        needed = 2 * layers * math.prod(shape) * self.kv_dtype.itemsize
+        too_much = f"num_blocks={num_blocks} and num_layers={layers} need {needed} bytes"
+        if needed > ADDRESS_SPACE_BYTES:
+            raise ValueError(f"{too_much}; a process has {ADDRESS_SPACE_BYTES}")
+        try:
+            pairs = [
+                (zero_pages(shape, self.kv_dtype), zero_pages(shape, self.kv_dtype))
+                for _ in range(layers)
+            ]
+        except OSError as error:
+            raise ValueError(f"{too_much}; this machine refuses them: {error}") from error
         if num_layers is None:
             return pairs[0]
         return [k for k, _ in pairs], [v for _, v in pairs]
@@ -220,6 +231,10 @@ class PagedAttention:
             Naming the argument, the sequence and what is wrong.
         """
         _refuse(window_left=window_left)
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal={causal!r} must be a bool")
+        if into is not None and not isinstance(into, Plan):
+            raise TypeError(f"into must come from plan(); got {type(into).__name__}")
         step = check_step(query_start_loc, seq_lens, block_table, self.block_size)
         plan = make_plan(
             step,
@@ -326,7 +341,8 @@ class PagedAttention:
         k_cache, v_cache = self._check_caches(k_cache, v_cache)
         if plan.max_block_id >= len(k_cache):
             raise ValueError(
-                f"block_table names block {plan.max_block_id}, but the cache has {len(k_cache)}"
+                f"plan's block_table names block {plan.max_block_id}, but k_cache has "
+                f"{len(k_cache)} blocks"
             )
         rows = check_rows("q", q, self.num_qo_heads, self.head_dim, self.dtype, stage=True)
         if len(rows) < plan.num_tokens:
@@ -438,9 +454,12 @@ class PagedAttention:
     def _scale(self, sm_scale: float | None) -> float:
         if sm_scale is None:
             return float(self.head_dim**-0.5)
-        scale = float(sm_scale)
-        if not np.isfinite(scale):
-            raise ValueError(f"sm_scale={sm_scale} must be finite")
+        try:
+            scale = float(sm_scale)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise TypeError(f"sm_scale={sm_scale!r} must be a number") from error
+        if not abs(scale) <= np.finfo(np.float32).max:
+            raise ValueError(f"sm_scale={sm_scale} must be finite in float32")
         return scale
 
     def _slots(self, slot_mapping: Any, num_slots: int) -> torch.Tensor:
@@ -471,8 +490,6 @@ class PagedAttention:
             result = torch.empty(q.shape, dtype=self.dtype)
             result[num_tokens:] = 0
             return result
-        if isinstance(out, np.ndarray) and not out.flags.writeable:
-            raise ValueError("out is a read-only NumPy array")
         result = check_rows("out", out, self.num_qo_heads, self.head_dim, self.dtype, stage=False)
         if len(result) < num_tokens:
             raise ValueError(f"out has {len(result)} tokens, but the plan has {num_tokens}")

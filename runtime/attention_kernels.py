@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,7 +10,15 @@ import torch
 from tvmpaged.runtime.kernel_set import Kernel, load_kernel
 from tvmpaged.runtime.plan import PHASES
 from tvmpaged.runtime.reference_kernels import reference_kernel
-from tvmpaged.spec import AttentionSpec
+from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is no positive int, by name."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be an int")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
 
 
 def attention_specs(
@@ -29,17 +38,26 @@ def attention_specs(
         ("head_dim", head_dim),
         ("block_size", block_size),
     ):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be an int")
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        check_count(name, value)
     if num_qo_heads % num_kv_heads:
         raise ValueError(
             f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}"
         )
+    if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
+        raise ValueError(
+            f"num_qo_heads={num_qo_heads} is more than {MAX_GROUP_SIZE} times "
+            f"num_kv_heads={num_kv_heads}"
+        )
     if str(device) != "cpu":
         raise ValueError(f"device={str(device)!r} is not supported yet; allowed: 'cpu'")
     layout = "HND" if kv_layout is None else kv_layout
+    for name, allowed, given in (
+        ("dtype", DTYPES, dtype),
+        ("kv_dtype", DTYPES, dtype if kv_dtype is None else kv_dtype),
+        ("kv_layout", LAYOUTS, layout),
+    ):
+        if str(given).rsplit(".", 1)[-1] not in allowed:
+            raise ValueError(f"{name}={given!r} is not supported; allowed: {', '.join(allowed)}")
     if layout == "native":
         layout = "HND"  # the fastest that bundles hold so far
     sizes = (head_dim, num_qo_heads // num_kv_heads, block_size)
@@ -56,10 +74,13 @@ def load_kernels(
     specs: dict[str, AttentionSpec], bundle: Any, strict: bool, allow_reference: bool
 ) -> dict[str, Kernel]:
     """Load each kernel; `strict` concerns the two that have specialised artifacts."""
+    if bundle is not None and not isinstance(bundle, str | os.PathLike):
+        raise TypeError(f"bundle={bundle!r} must be a path")
+    path = None if bundle is None else os.fspath(bundle)
 
     def load(name: str, spec: AttentionSpec) -> Kernel:
         try:
-            return load_kernel(spec, bundle, strict and name in PHASES)
+            return load_kernel(spec, path, strict and name in PHASES)
         except FileNotFoundError:
             if not allow_reference:
                 raise

@@ -31,10 +31,10 @@ def check_slots(value: Any, num_slots: int, *, distinct: bool = True) -> torch.T
     if len(slots) and not -1 <= slots.min() <= slots.max() < num_slots:
         bad = slots[(slots < -1) | (slots >= num_slots)][0]
         raise ValueError(
-            f"slot_mapping names slot {bad}; the cache has slots 0..{num_slots - 1}, and -1 skips"
+            f"slot_mapping names slot {bad}; k_cache has slots 0..{num_slots - 1}, and -1 skips"
         )
     if distinct:
-        check_distinct_slots(slots)
+        check_distinct_slots("slot_mapping", slots)
     return torch.empty(len(slots), dtype=torch.int64).copy_(torch.from_numpy(slots))
 
 
@@ -61,12 +61,12 @@ def check_copies(value: Any, num_blocks: int) -> torch.Tensor:
         raise ValueError(f"block_copies has shape {copies.shape}; expected [num_copies, 2]")
     if len(copies) and not 0 <= copies.min() <= copies.max() < num_blocks:
         bad = copies[(copies < 0) | (copies >= num_blocks)][0]
-        raise ValueError(f"block_copies names block {bad}; the cache has 0..{num_blocks - 1}")
-    sources, destinations = set(copies[:, 0].tolist()), copies[:, 1].tolist()
-    twice = [each for each in destinations if destinations.count(each) > 1]
-    if twice:
-        raise ValueError(f"block_copies has destination {twice[0]} more than once")
-    both = sources.intersection(destinations)
-    if both:
-        raise ValueError(f"block_copies has block {min(both)} as a source and as a destination")
+        raise ValueError(f"block_copies names block {bad}; k_cache has 0..{num_blocks - 1}")
+    destinations, counts = np.unique(copies[:, 1], return_counts=True)
+    if (counts > 1).any():
+        twice = destinations[counts > 1][0]
+        raise ValueError(f"block_copies has destination {twice} more than once")
+    both = np.intersect1d(copies[:, 0], destinations)
+    if len(both):
+        raise ValueError(f"block_copies has block {both[0]} as a source and as a destination")
     return torch.empty(copies.shape, dtype=torch.int32).copy_(torch.from_numpy(copies))

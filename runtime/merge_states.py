@@ -11,7 +11,7 @@ import torch
 
 from tvmpaged.bundle.search import BUNDLE_VARIABLE
 from tvmpaged.runtime.kernel_set import Kernel, load_kernel
-from tvmpaged.runtime.tensors import as_tensor, check_rows
+from tvmpaged.runtime.tensors import as_tensor, check_plain, check_rows
 from tvmpaged.spec import AttentionSpec, dtype_name
 
 
@@ -43,24 +43,33 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         Naming the argument, its value and what is allowed.
     """
     first = as_tensor("out_a", out_a)
-    if first.dim() != 3:
+    try:
+        dtype = dtype_name(first.dtype)
+        tokens, heads, dim = first.shape
+        AttentionSpec.make("decode", dtype, head_dim=dim)
+    except ValueError as error:
         raise ValueError(
-            f"out_a has shape {tuple(first.shape)}; expected [num_tokens, num_qo_heads, head_dim]"
+            f"out_a is {first.dtype} {tuple(first.shape)}; expected [num_tokens, num_qo_heads, "
+            f"head_dim] that a kernel takes: {error}"
+        ) from error
+    second = as_tensor("out_b", out_b)
+    if second.shape != first.shape:
+        raise ValueError(
+            f"out_b has shape {tuple(second.shape)}, but out_a has {tuple(first.shape)}"
         )
-    tokens, heads, dim = first.shape
-    dtype = dtype_name(first.dtype)
-    AttentionSpec.make("decode", dtype, head_dim=dim)  # refuses a head_dim that no kernel takes
     outs = [
         check_rows(name, value, heads, dim, first.dtype, stage=True)
         for name, value in (("out_a", out_a), ("out_b", out_b))
     ]
-    lses = [as_tensor(name, value) for name, value in (("lse_a", lse_a), ("lse_b", lse_b))]
-    for name, rows, lse in zip("ab", outs, lses, strict=True):
-        if len(rows) != tokens:
-            raise ValueError(f"out_{name} has {len(rows)} tokens, but out_a has {tokens}")
-        if lse.dtype != torch.float32 or tuple(lse.shape) != (tokens, heads):
+    lses = [
+        check_plain(name, value, torch.float32, written=False)
+        for name, value in (("lse_a", lse_a), ("lse_b", lse_b))
+    ]
+    for name, lse in zip("ab", lses, strict=True):
+        if tuple(lse.shape) != (tokens, heads):
             raise ValueError(
-                f"lse_{name} is {lse.dtype} {tuple(lse.shape)}; expected float32 {(tokens, heads)}"
+                f"lse_{name} has shape {tuple(lse.shape)}; for out_a's {tuple(first.shape)} it "
+                f"must be {(tokens, heads)}"
             )
     out, lse_out = torch.empty(first.shape, dtype=first.dtype), torch.empty(tokens, heads)
     if tokens:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tvmpaged.planning.indices import has_memory
+
 #: Compiled kernels assume that data starts at a multiple of this.
 ALIGNMENT_BYTES = 64
 
@@ -24,8 +26,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
 
     Raises
     ------
-    TypeError
-        When it is neither a torch tensor nor a NumPy array.
+    ValueError, TypeError
+        When it is neither a torch tensor nor a NumPy array, or torch cannot describe its strides.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -38,10 +40,47 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         if any(stride < 0 or stride % value.itemsize for stride in value.strides):
             raise ValueError(f"{name} has strides {value.strides} bytes; copy it first")
         if not value.flags.writeable:
-            # torch would warn: only `out` and caches are written, and those are refused later.
+            # torch would warn. Only `out` and caches are written, and those are refused before.
             value = value.copy()
         return torch.from_numpy(value)
     raise TypeError(f"{name} must be a torch tensor or a NumPy array; got {type(value).__name__}")
+
+
+def check_plain(name: str, value: Any, dtype: torch.dtype, *, written: bool) -> torch.Tensor:
+    """Return the tensor of an argument whose elements lie in this machine's memory, as they are.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for messages.
+    value : tensor
+        What was passed.
+    dtype : torch.dtype
+        What is expected.
+    written : bool
+        Whether a kernel writes there, so that no copy may stand in.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, its value and what is allowed.
+    """
+    if written and isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise ValueError(f"{name} is a read-only NumPy array")
+    tensor = as_tensor(name, value)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; expected a strided tensor")
+    if not has_memory(tensor):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but its memory was given back")
+    if tensor.is_neg():
+        if written:
+            raise ValueError(f"{name} is a view that negates lazily; resolve it first")
+        tensor = tensor.resolve_neg()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def check_rows(
@@ -67,19 +106,13 @@ def check_rows(
     ValueError, TypeError
         Naming the argument, its value and what is allowed.
     """
-    tensor = as_tensor(name, value)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; expected a strided tensor")
+    tensor = check_plain(name, value, dtype, written=not stage)
     if tensor.dim() != 3 or tensor.shape[1:] != (heads, dim):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected [num_tokens, {heads}, {dim}]"
         )
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    if not stage and _rows_overlap(tensor):
+        raise ValueError(f"{name} has strides {tensor.stride()}: its rows overlap")
     if tensor.stride(2) == 1 and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
     if tensor.numel() == 0:
@@ -91,6 +124,17 @@ def check_rows(
             f"{tensor.data_ptr() % ALIGNMENT_BYTES} past one"
         )
     return aligned_copy(tensor)
+
+
+def _rows_overlap(tensor: torch.Tensor) -> bool:
+    """Tell whether two rows ``[token, head]`` share memory, as those of an expanded tensor do."""
+    width = tensor.shape[2]
+    for stride, extent in sorted(zip(tensor.stride()[:2], tensor.shape[:2], strict=True)):
+        if extent > 1:
+            if stride < width:
+                return True
+            width += (extent - 1) * stride
+    return False
 
 
 def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,11 +152,7 @@ def check_cache(
     ValueError, TypeError
         Naming the argument, its value and what is allowed. A cache is never copied.
     """
-    tensor = as_tensor(name, value)
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
+    tensor = check_plain(name, value, dtype, written=True)
     if tensor.dim() != 4 or tuple(tensor.shape[1:]) != inner:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected [num_blocks, "
@@ -137,7 +177,6 @@ def check_cache(
             f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
             f"{ALIGNMENT_BYTES}; caches must be aligned (new_cache makes them so)"
         )
-    tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.stride()[1:] != packed:
         tensor = tensor.as_strided(tensor.shape, (tensor.stride(0), *packed))
     return tensor

@@ -197,7 +197,7 @@ def test_no_copies_are_legal(generic: Attention, copies: object) -> None:
         ([(0, 1), (2, 1)], "destination 1 more than once"),
         ([(0, 1), (1, 2)], "block 1 as a source and as a destination"),
         ([(0, 0)], "block 0 as a source and as a destination"),
-        ([(0, 3)], r"block 3; the cache has 0\.\.2"),
+        ([(0, 3)], r"block 3; k_cache has 0\.\.2"),
         ([(-1, 0)], "block -1"),
         ([(0, 1, 2)], "block_copies has shape"),
     ],
@@ -217,7 +217,7 @@ def test_copies_whose_result_would_depend_on_their_order_are_refused(
 def test_a_slot_is_written_once_or_refused(generic: Attention, rng: np.random.Generator) -> None:
     attn = generic(1, 64, 4, "float32")
     k, caches = rows(attn, rng, 3), attn.new_cache(2)
-    with pytest.raises(ValueError, match="slot_mapping writes slot 5 more than once"):
+    with pytest.raises(ValueError, match="slot_mapping gives slot 5 to more than one"):
         attn.append_kv(k, k, *caches, [5, 0, 5])
     assert not caches[0].any()
 

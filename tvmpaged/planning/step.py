@@ -12,6 +12,9 @@ import numpy as np
 
 from tvmpaged.planning.indices import IntArray, LongArray, check_distinct_slots, index_array
 
+#: New tokens of one step. Rows of a sequence, ``tokens x group_size``, are counted in int32.
+MAX_STEP_TOKENS = 2**22
+
 
 @dataclass(frozen=True)
 class Step:
@@ -50,10 +53,18 @@ def check_step(query_start_loc: Any, seq_lens: Any, block_table: Any, block_size
     starts = index_array("query_start_loc", query_start_loc, 1)
     lens = index_array("seq_lens", seq_lens, 1)
     table = index_array("block_table", block_table, 2)
+    limit = np.iinfo(np.int32).max
+    for name, values, most in (
+        ("query_start_loc", starts, MAX_STEP_TOKENS),
+        ("seq_lens", lens, limit - 1),
+    ):
+        if len(values) and not 0 <= values.min() <= values.max() <= most:
+            bad = values[(values < 0) | (values > most)][0]
+            raise ValueError(f"{name} must lie in 0..{most}; got {bad}")
     if len(starts) != len(lens) + 1 or starts[0] != 0:
         raise ValueError(
-            f"query_start_loc must have num_seqs + 1 = {len(lens) + 1} entries and start at 0; "
-            f"got {len(starts)} entries" + (f" starting at {starts[0]}" if len(starts) else "")
+            f"query_start_loc must start at 0 and have one entry more than seq_lens has, "
+            f"{len(lens) + 1}; got {len(starts)}" + (f" from {starts[0]}" if len(starts) else "")
         )
     q_lens = np.diff(starts)
     if (q_lens < 0).any():
@@ -62,9 +73,6 @@ def check_step(query_start_loc: Any, seq_lens: Any, block_table: Any, block_size
         raise ValueError(
             f"block_table must have {len(lens)} rows, one per sequence; got {len(table)}"
         )
-    limit = np.iinfo(np.int32).max
-    if len(lens) and (lens.min() < 0 or lens.max() >= limit or starts[-1] >= limit):
-        raise ValueError(f"seq_lens and query_start_loc must lie in 0..{limit - 1}")
     needed = -(-lens // block_size)
     if len(lens) and needed.max() > table.shape[1]:
         seq = int(needed.argmax())
@@ -104,5 +112,5 @@ def _slot_mapping(
     if exists.any():
         blocks = table[seq[exists], safe[exists] // block_size]
         slots[exists] = blocks * block_size + safe[exists] % block_size
-        check_distinct_slots(slots)
+        check_distinct_slots("block_table", slots)
     return slots
