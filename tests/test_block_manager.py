@@ -464,6 +464,13 @@ def test_the_same_tokens_after_another_prefix_are_no_hit() -> None:
     assert bm.allocate("d", [2, 1, 3, 4, 5]) == 0
 
 
+def test_equal_blocks_at_different_positions_are_cached_each() -> None:
+    bm = BlockManager(16, 2)
+    start(bm, "a", [1, 2, 1, 2, 1, 2, 9])
+    assert bm.allocate("b", [1, 2, 1, 2, 1, 2, 7]) == 6
+    assert bm.block_table("b")[:3] == bm.block_table("a")[:3]
+
+
 def test_an_evicted_and_reused_block_is_a_miss() -> None:
     bm = BlockManager(2, 2)
     start(bm, "a", [1, 2, 3, 4])
