@@ -154,6 +154,7 @@ class Record:
         values |= {
             "spec": AttentionSpec.parse(data["spec"]),
             "target": TargetKey.parse(data["target"]),
+            "choices": dict(data["choices"]),
             "latency_us": Latency(**data["latency_us"]),
             "default_latency_us": Latency(**data["default_latency_us"]),
         }

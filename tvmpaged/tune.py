@@ -138,6 +138,8 @@ def tune(
     runs = _run_log(specs, target, settings, on_warning)
     results: list[Tuned] = []
     with held_back() as interrupt, _machine(interrupt) as machine:
+        if runs is not None:
+            runs.connect()
         machine.start()
         status = "FAILED"
         try:

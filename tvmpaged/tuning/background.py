@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 QUEUE_SIZE = 256
+_POLL_S = 0.02
 
 
 class Background:
@@ -44,9 +46,12 @@ class Background:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all jobs so far are done; False when they are not, or never will be."""
-        done = threading.Event()
+        done, end = threading.Event(), time.monotonic() + timeout_s
         self.submit(done.set)
-        return not self._failed and done.wait(timeout_s) and not self._failed
+        while not done.wait(_POLL_S):
+            if self._failed or time.monotonic() > end:
+                return False
+        return not self._failed
 
     def fail(self, why: str) -> None:
         """Do no more jobs."""
@@ -60,7 +65,7 @@ class Background:
         while True:
             job = self._jobs.get()
             try:
-                if not self._failed or getattr(job, "__self__", None).__class__ is threading.Event:
+                if not self._failed:
                     job()
             except Exception as error:  # noqa: BLE001, whatever a server's client raises
                 self.fail(f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ NUM_FINALISTS = 3
 #: What a candidate must gain over the default, and over a simpler one, to be worth its place.
 MIN_GAIN = 0.01
 MIN_SECONDS = 0.5
-MAX_SECONDS_EACH = 1.0
+MAX_SECONDS_EACH = 2.0
 
 
 @dataclass(frozen=True)

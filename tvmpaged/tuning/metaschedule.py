@@ -17,13 +17,15 @@ from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResul
 from tvmpaged.records import Latency
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.features import choices_of
-from tvmpaged.tuning.process import Answer, Process, ask_all
+from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
 COMPILE_TIMEOUT_S = 120.0
 #: For one candidate's check and times; kernels that are tuned take milliseconds.
 MEASURE_TIMEOUT_S = 60.0
+#: Of an error's text; a compiler's may run to pages.
+_MAX_DETAIL = 500
 MIN_SECONDS = 0.06
 MAX_SECONDS = 0.6
 
@@ -107,7 +109,8 @@ class Machine:
     def start(self) -> None:
         """Start all processes at once, so that no candidate pays for it."""
         processes = [*self.compilers, self.device]
-        ask_all(processes, [{"ping": True}] * len(processes), 0.0, self.interrupted)
+        requests = [{"ping": True}] * len(processes)
+        ask_all(processes, requests, START_TIMEOUT_S, self.interrupted)
 
     def close(self) -> None:
         """End the processes."""
@@ -182,7 +185,7 @@ def failed(choices: Choices, answer: Answer, stage: str) -> Trial | None:
     if "wrong" in answer.reply:
         return Trial(choices, reason="wrong", detail=answer.reply["wrong"])
     if "error" in answer.reply:
-        return Trial(choices, reason=stage, detail=answer.reply["error"])
+        return Trial(choices, reason=stage, detail=answer.reply["error"][:_MAX_DETAIL])
     return None
 
 

@@ -28,8 +28,8 @@ from tvmpaged.tuning.trial import Trial
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 EXPERIMENT = "tvmpaged"
-#: A new database takes its time; after that an answer is a matter of milliseconds.
-START_TIMEOUT_S = 90.0
+#: To import MLflow and make a database's tables takes its time; a server is there or it is not.
+DATABASE_TIMEOUT_S, SERVER_TIMEOUT_S = 90.0, 20.0
 ANSWER_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 30.0
 #: What every tracking server takes.
@@ -84,6 +84,10 @@ class RunLog:
         #: Runs that this command has opened and not ended yet.
         self._open: list[str] = []
 
+    def connect(self) -> None:
+        """Begin to connect; returns at once."""
+        self._background.submit(self._connect)
+
     def start_spec(
         self,
         spec: AttentionSpec,
@@ -101,8 +105,7 @@ class RunLog:
             found.append(reopened or self._new_child(spec, target, setting, seed))
 
         self._background.submit(job)
-        first = self._client is None
-        if not self._background.settle(START_TIMEOUT_S if first else ANSWER_TIMEOUT_S):
+        if not self._background.settle(self._patience()):
             self._background.fail("the tracking server does not answer")
         return found[0] if found else None
 
@@ -159,6 +162,11 @@ class RunLog:
             if not self._background.settle(CLOSE_TIMEOUT_S):
                 self._background.fail("the tracking server does not answer")
 
+    def _patience(self) -> float:
+        if self._client is not None:
+            return ANSWER_TIMEOUT_S
+        return SERVER_TIMEOUT_S if _database(self._uri) is None else DATABASE_TIMEOUT_S
+
     def _warn(self, why: str) -> None:
         shown = hide_secrets("", why.strip().splitlines()[0] if why.strip() else "no reason given")
         self._on_warning(f"MLflow: {shown}; tuning goes on without it")
@@ -177,7 +185,8 @@ class RunLog:
         if database is not None:
             database.parent.mkdir(parents=True, exist_ok=True)
         # Two commands that make one new database at once would make its tables twice.
-        with nullcontext() if database is None else FileLock(f"{database}.lock", START_TIMEOUT_S):
+        lock = FileLock(f"{database}.lock", DATABASE_TIMEOUT_S) if database else nullcontext()
+        with lock:
             client = MlflowClient(self._uri)
             found = client.get_experiment_by_name(name)
             if found is not None:
@@ -214,13 +223,15 @@ class RunLog:
         return run_id
 
     def _reopen(self, run_id: str) -> bool:
-        """Set an earlier run and its parent to running again; False when there is none."""
+        """Set a run that was cut short, and its parent, to running again; False when it was not."""
         from mlflow.exceptions import MlflowException
 
         try:
             run = self._client.get_run(run_id)
         except MlflowException:
             return False  # of another server, or deleted
+        if run.info.status == "FINISHED":
+            return False  # it has its winner, which cannot change
         parent = run.data.tags.get("mlflow.parentRunId")
         for each in (parent, run_id):
             if each and each not in self._open:

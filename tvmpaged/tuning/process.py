@@ -70,6 +70,8 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         self._buffer = b""
+        self._is_starting = False
+        self._timeout_s = 0.0
         self._asked_at = 0.0
         self._deadline = 0.0
 
@@ -78,13 +80,20 @@ class Process:
         fresh = self._child is None or self._child.poll() is not None
         if fresh:
             self._start()
-        self._asked_at = time.monotonic()
-        self._deadline = self._asked_at + timeout_s + (START_TIMEOUT_S if fresh else 0.0)
+        # A fresh worker answers a ping first, so that no request pays for its start.
+        lines = [{"ping": True}, request] if fresh else [request]
+        self._is_starting = fresh
+        self._timeout_s = timeout_s
+        self._set_clock(START_TIMEOUT_S if fresh else timeout_s)
         assert self._child is not None
         assert self._child.stdin is not None
         with suppress(BrokenPipeError):  # it died just now; poll says so
-            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.write("".join(json.dumps(each) + "\n" for each in lines).encode())
             self._child.stdin.flush()
+
+    def _set_clock(self, timeout_s: float) -> None:
+        self._asked_at = time.monotonic()
+        self._deadline = self._asked_at + timeout_s
 
     def poll(self) -> Answer | None:
         """Return the answer when there is one; a hung worker is killed and that is the answer."""
@@ -94,12 +103,15 @@ class Process:
         if select.select([self._child.stdout], [], [], 0)[0]:
             data = os.read(self._child.stdout.fileno(), 1 << 16)
             self._buffer += data
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._buffer = rest
-                return Answer(json.loads(line), seconds=seconds)
             if not data:
                 return Answer({}, "crash", self._epitaph(), seconds)
+        line, newline, rest = self._buffer.partition(b"\n")
+        if newline:
+            self._buffer = rest
+            if not self._is_starting:
+                return Answer(json.loads(line), seconds=seconds)
+            self._is_starting = False
+            self._set_clock(self._timeout_s)
         if time.monotonic() > self._deadline:
             self.kill()
             return Answer({}, "time-out", f"no answer in {seconds:.0f} s", seconds)

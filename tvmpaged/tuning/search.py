@@ -141,7 +141,7 @@ class FlatSearch(PySearchStrategy):  # type: ignore[misc]
 
     def clone(self) -> Any:
         """Return the same search: its state is its own, and one task runs it."""
-        return self
+        return self._outer()  # set by derived_object
 
     def wrap(self, choices: Choices) -> Any:
         """Return choices as MetaSchedule's candidate."""

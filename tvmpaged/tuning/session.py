@@ -93,7 +93,7 @@ class Session:
             num_warmup_samples=BATCH // 2,
             num_tuning_cores=1,
         )
-        with _without_intrinsics():
+        with without_intrinsics():
             context = ms.TuneContext(
                 mod=stand_in(),
                 target=tvm_target(target),
@@ -131,8 +131,8 @@ class Session:
         left = self.deadline - time.monotonic()
         if not self.trials:
             return wanted if left > 0 else min(wanted, 2)  # with nothing measured nothing is won
-        if self._seconds_each:
-            wanted = min(wanted, int(left / self._seconds_each))
+        if self._seconds_each * wanted > left:
+            wanted = int(left / self._seconds_each)
         return wanted if left > 0 else 0
 
     def _trials_of(self, keys: Sequence[str]) -> list[Trial]:
@@ -171,7 +171,7 @@ class Session:
 
 
 @contextmanager
-def _without_intrinsics() -> Iterator[None]:
+def without_intrinsics() -> Iterator[None]:
     """Keep a context from parsing TVM's tensor intrinsics, which takes a core for 20 s and more.
 
     No stand-in uses one; a program that does is built in the workers.

@@ -153,7 +153,8 @@ class Work:
         def on_batch(batch: list[Trial]) -> None:
             new = [each for each in batch if each.key not in logged]
             log.append(new)
-            self._tell(session, "search")
+            if batch:
+                self._tell(session, "search")
             if self.runs is not None:
                 new_keys = {each.key for each in new}
                 before = [each for each in session.trials.values() if each.key not in new_keys]
@@ -201,7 +202,8 @@ class Work:
         return [path.with_suffix(".py"), path.with_suffix(".s")]
 
     def _default(self) -> Choices:
-        return schedules.default_choices(self.spec, self.target)
+        choices = schedules.default_choices(self.spec, self.target)
+        return {name: choices[name] for name in schedules.space(self.spec, self.target)}
 
     def _neighbours(self) -> list[Choices]:
         """Return what won for similar specs, the most similar first."""
@@ -209,10 +211,10 @@ class Work:
         found: list[tuple[int, str, Choices]] = []
         try:
             for each in records.load_all(self.settings.work_dir, self.target):
-                choices = dict(each.choices)
-                fits = choices.keys() == space.keys() and all(
-                    choices[name] in values for name, values in space.items()
-                )
+                if each.choices.keys() != space.keys():
+                    continue
+                choices = {name: each.choices[name] for name in space}
+                fits = all(choices[name] in values for name, values in space.items())
                 other = each.spec.kernel == self.spec.kernel and each.spec != self.spec
                 if fits and other and schedules.reject(self.spec, self.target, choices) is None:
                     found.append((_distance(each.spec, self.spec), str(each.spec), choices))

@@ -1,0 +1,292 @@
+"""What the search writes to MLflow, and that no tracking server can hurt it."""
+
+import json
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tune_tools import SPEC, TARGET, FakeMachine, work
+
+from tvmpaged import records, schedules
+from tvmpaged.tuning import mlflow_log
+from tvmpaged.tuning.background import QUEUE_SIZE, Background
+from tvmpaged.tuning.interrupt import GivenUpError
+from tvmpaged.tuning.mlflow_log import MAX_PARAM, RunLog, tracking_uri
+from tvmpaged.tuning.process import Answer
+
+PARAMS = {"trials": 24, "specs": "x" * 10_000}
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of one database: to make its tables takes seconds."""
+    return tmp_path_factory.mktemp("mlflow") / "runs" / "mlflow.db"
+
+
+@pytest.fixture
+def client(database: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(f"sqlite:///{database}")
+
+
+def search(
+    folder: Path, uri: str, warnings: list[str], machine: FakeMachine | None = None, **settings: Any
+) -> str | None:
+    """Run a search that logs to `uri`; return its run's id."""
+    runs = RunLog(uri, warnings.append, PARAMS)
+    runs.connect()
+    task = work(machine or FakeMachine(folder), folder, trials=24, **settings)
+    task.runs = runs
+    monkey_explain = [folder / "winner.py"]
+    task._explain = lambda record: monkey_explain  # type: ignore[method-assign]
+    folder.mkdir(parents=True, exist_ok=True)
+    monkey_explain[0].write_text("# the program")
+    try:
+        record = task.run()
+    except GivenUpError:
+        runs.close("KILLED")
+        return None
+    runs.close("FINISHED")
+    return record.mlflow_run_id
+
+
+def test_a_run_holds_all_that_a_person_looks_for(
+    tmp_path: Path, database: Path, client: Any
+) -> None:
+    def fate(choices: dict[str, Any]) -> Answer | None:
+        crash = choices["lanes"] == 8
+        return Answer({}, "crash", "SIGSEGV") if crash else None
+
+    warnings: list[str] = []
+    run_id = search(tmp_path, f"sqlite:///{database}", warnings, FakeMachine(tmp_path, fate))
+    assert warnings == []
+    record = records.load(tmp_path, TARGET, SPEC)
+    assert record is not None
+    assert record.mlflow_run_id == run_id
+
+    run = client.get_run(run_id)
+    parent = client.get_run(run.data.tags["mlflow.parentRunId"])
+    assert (run.info.status, parent.info.status) == ("FINISHED", "FINISHED")
+    assert run.info.run_name == str(SPEC)
+    assert parent.data.params["trials"] == "24"
+    assert len(parent.data.params["specs"]) == MAX_PARAM
+
+    params = run.data.params
+    assert params["spec.head_dim"] == "64"
+    assert params["spec.kernel"] == "decode"
+    assert params["target"] == str(TARGET)
+    assert params["setting.num_threads"] == str(record.num_threads)
+    assert {k: params[f"choice.{k}"] for k in record.choices} == {
+        k: str(v) for k, v in record.choices.items()
+    }
+    best = client.get_metric_history(run_id, "best_latency_us")
+    values = [each.value for each in sorted(best, key=lambda each: each.step)]
+    assert values == sorted(values, reverse=True)
+    assert [each.step for each in best] == list(range(1, 25))
+    rates = client.get_metric_history(run_id, "best_gb_per_s")
+    assert len(rates) == len(best)
+    failures = client.get_metric_history(run_id, "failures.crash")
+    assert max(each.value for each in failures) == record.failures["crash"] > 0
+    assert run.data.tags["failures.crash"] == str(record.failures["crash"])
+    assert run.data.tags["record_id"] == record.record_id
+    assert run.data.metrics["speedup"] == record.speedup
+
+    names = {each.path for each in client.list_artifacts(run_id)}
+    assert names == {"record.json", "trials.jsonl", "summary.md", "winner.py"}
+    assert (database.parent / "mlartifacts").is_dir()
+    # The logs come back whole from the run.
+    copy = Path(client.download_artifacts(run_id, "record.json"))
+    assert records.Record.from_dict(json.loads(copy.read_text())) == record
+
+
+def test_a_search_that_was_cut_short_goes_on_in_its_run(
+    tmp_path: Path, database: Path, client: Any
+) -> None:
+    machine = FakeMachine(tmp_path)
+
+    def stop(_choices: Any) -> Answer | None:
+        machine.stop = len(machine.measured) >= 12
+        return Answer({}, "interrupted", "interrupted") if machine.stop else None
+
+    machine.fate, uri = stop, f"sqlite:///{database}"
+    assert search(tmp_path, uri, [], machine) is None
+    log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
+    cut = json.loads(log.read_text().splitlines()[0])["mlflow_run_id"]
+    assert client.get_run(cut).info.status == "KILLED"
+    # As kill -9 would have left it.
+    client.update_run(cut, status="RUNNING")
+
+    machine.stop, machine.fate = False, lambda _choices: None
+    warnings: list[str] = []
+    assert search(tmp_path, uri, warnings, machine, resume=True) == cut
+    assert warnings == []
+    run = client.get_run(cut)
+    assert run.info.status == "FINISHED"
+    assert client.get_run(run.data.tags["mlflow.parentRunId"]).info.status == "FINISHED"
+    steps = [each.step for each in client.get_metric_history(cut, "best_latency_us")]
+    assert sorted(steps) == list(range(1, 25))
+    # It has its winner now, so the next one gets a run of its own.
+    assert search(tmp_path, uri, warnings, machine, resume=True) != cut
+    assert warnings == []
+
+
+def test_the_experiment_is_named_by_the_environment(
+    tmp_path: Path, database: Path, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    run_id = search(tmp_path, f"sqlite:///{database}", [])
+    found = client.get_experiment(client.get_run(run_id).info.experiment_id)
+    assert found.name == "mine"
+
+
+def test_two_commands_may_start_on_one_new_database(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/new/mlflow.db"
+    warnings: list[str] = []
+    threads = [
+        threading.Thread(target=search, args=(tmp_path / name, uri, warnings)) for name in "ab"
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert warnings == []
+    with sqlite3.connect(tmp_path / "new/mlflow.db") as database:
+        (count,) = database.execute("select count(*) from runs").fetchone()
+    assert count == 4
+
+
+# --- servers that fail ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent_server() -> Iterator[int]:
+    """Yield the port of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held: list[socket.socket] = []
+
+        def take() -> None:
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=take, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        for each in held:
+            each.close()
+
+
+def check_unhurt(folder: Path, warnings: list[str]) -> None:
+    record = records.load(folder, TARGET, SPEC)
+    assert record is not None
+    assert record.mlflow_run_id is None
+    assert record.trials == 24
+    assert len(warnings) == 1, warnings
+    assert "tuning goes on without it" in warnings[0]
+
+
+def test_a_server_that_hangs_costs_a_bounded_time_and_one_warning(
+    tmp_path: Path, silent_server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_log, "SERVER_TIMEOUT_S", 1.0)
+    warnings: list[str] = []
+    begin = time.monotonic()
+    search(tmp_path, f"http://me:secret@127.0.0.1:{silent_server}", warnings)
+    assert time.monotonic() - begin < 30
+    check_unhurt(tmp_path, warnings)
+    assert "does not answer" in warnings[0]
+
+
+def test_a_login_in_the_address_reaches_nothing_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    warnings: list[str] = []
+    search(tmp_path, "http://me:hunter2@127.0.0.1:9", warnings)
+    check_unhurt(tmp_path, warnings)
+    written = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any("hunter2" in text for text in [*warnings, *written])
+
+
+def test_a_broken_database_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database")
+    warnings: list[str] = []
+    search(tmp_path / "logs", f"sqlite:///{tmp_path}/mlflow.db", warnings)
+    check_unhurt(tmp_path / "logs", warnings)
+
+
+def test_a_missing_mlflow_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    warnings: list[str] = []
+    search(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", warnings)
+    check_unhurt(tmp_path, warnings)
+
+
+def test_a_server_that_dies_in_between_is_one_warning(tmp_path: Path, database: Path) -> None:
+    warnings: list[str] = []
+    machine = FakeMachine(tmp_path)
+    runs = RunLog(f"sqlite:///{database}", warnings.append, PARAMS)
+
+    def die(_choices: Any) -> None:
+        if len(machine.measured) == 12:
+            runs._client = object()
+
+    machine.fate = die
+    task = work(machine, tmp_path, trials=24)
+    task.runs = runs
+    task._explain = lambda record: []  # type: ignore[method-assign]
+    record = task.run()
+    runs.close("FINISHED")
+    assert record.trials == 24
+    assert record.choices in [record.choices, schedules.default_choices(SPEC, TARGET)]
+    assert len(warnings) == 1
+
+
+# --- where runs go -------------------------------------------------------------------------------
+
+
+def test_the_flag_wins_over_the_environment_and_that_over_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tracking_uri(None) == "sqlite:///mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    assert tracking_uri(None) == "http://server"
+    assert tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///tmp/mlruns"])
+def test_a_plain_folder_is_refused_with_what_to_use(uri: str) -> None:
+    with pytest.raises(ValueError, match=r"sqlite:///.*mlruns/mlflow\.db"):
+        tracking_uri(uri)
+
+
+def test_jobs_are_done_in_order_and_a_full_queue_ends_it() -> None:
+    failures: list[str] = []
+    background, done, gate = Background(failures.append), [], threading.Event()
+    background.submit(lambda: done.append(1))
+    background.submit(lambda: done.append(2))
+    assert background.settle(5)
+    assert done == [1, 2]
+    background.submit(lambda: gate.wait(10) and None)
+    for _ in range(QUEUE_SIZE + 2):
+        background.submit(lambda: done.append(3))
+    assert background.failed
+    assert len(failures) == 1
+    assert not background.settle(0.1)
+    gate.set()

@@ -1,0 +1,208 @@
+"""The search: what it proposes, what its model sees, and that both can be repeated."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
+from tvm.s_tir import meta_schedule as ms
+
+from tvmpaged import records, schedules
+from tvmpaged.errors import UserError
+from tvmpaged.records import Latency, Record
+from tvmpaged.spec import AttentionSpec
+from tvmpaged.tuning.candidates import Candidates
+from tvmpaged.tuning.features import ChoiceFeatures, Encoder, choices_of
+from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.search import EXPLORE, FlatSearch, Progress, stand_in
+from tvmpaged.tuning.session import BATCH, without_intrinsics
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
+
+
+def candidates(spec: AttentionSpec = SPEC) -> Candidates:
+    return Candidates(
+        schedules.space(spec, TARGET),
+        lambda each: schedules.reject(spec, TARGET, each),
+        schedules.default_choices(spec, TARGET),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "head_dim", "group_size"),
+    [("decode", "float32", 64, 3), ("decode", "bfloat16", 80, 7), ("prefill", "float16", 128, 4)],
+)
+def test_every_draw_is_legal_and_draws_differ(
+    kernel: str, dtype: str, head_dim: int, group_size: int
+) -> None:
+    spec = AttentionSpec.make(kernel, dtype, head_dim, group_size, 16)
+    source, random = candidates(spec), np.random.default_rng(0)
+    drawn = [source.draw(random) for _ in range(200)]
+    varied = [source.vary(each, random) for each in drawn]
+    assert all(schedules.reject(spec, TARGET, each) is None for each in drawn + varied)
+    assert all(list(each) == list(source.space) for each in drawn + varied)
+    assert len({choices_key(each) for each in drawn}) > 100
+    assert sum(a != b for a, b in zip(drawn, varied, strict=True)) > 100
+
+
+def test_draws_reach_every_value_that_some_legal_list_has() -> None:
+    source, random = candidates(), np.random.default_rng(0)
+    drawn = [source.draw(random) for _ in range(2000)]
+    for name, values in source.space.items():
+        legal = {each[name] for each in drawn}
+        missing = set(values) - legal
+        # What no draw shows must be illegal beside all of them.
+        for value in missing:
+            assert all(schedules.reject(SPEC, TARGET, each | {name: value}) for each in drawn)
+
+
+def test_each_option_has_a_feature_of_its_own() -> None:
+    space = schedules.space(SPEC, TARGET)
+    encoder, default = Encoder(space), schedules.default_choices(SPEC, TARGET)
+    row = encoder.encode(default)
+    for name, values in space.items():
+        for value in values:
+            if value != default[name]:
+                assert (encoder.encode(default | {name: value}) != row).any(), name
+
+
+class Truth:
+    """Stands for a model that has learnt everything."""
+
+    def update(self, *args: Any) -> None:
+        pass
+
+    def predict(self, context: Any, wrapped: Any) -> Any:
+        return np.array([1 / known_us(choices_of(each.sch.mod)) for each in wrapped])
+
+
+def strategy(known: Sequence[Trial] = ()) -> Any:
+    progress = Progress(lambda: BATCH, lambda keys: [], lambda batch: None)
+    default = schedules.default_choices(SPEC, TARGET)
+    made = FlatSearch(candidates(), [default], known, 0, progress)
+    made.model = Truth()
+    return made
+
+
+def trial(choices: Choices) -> Trial:
+    return Trial(choices, Latency.of([known_us(choices)]))
+
+
+def test_the_default_comes_first_and_nothing_comes_twice() -> None:
+    search = strategy()
+    first = search.propose(BATCH)
+    assert first[0] == schedules.default_choices(SPEC, TARGET)
+    search.trials.update({each.key: each for each in map(trial, first)})
+    second = search.propose(BATCH)
+    keys = [choices_key(each) for each in first + second]
+    assert len(set(keys)) == len(keys) == 2 * BATCH
+
+
+def test_a_batch_follows_the_model_and_keeps_exploring() -> None:
+    source, random = candidates(), np.random.default_rng(5)
+    search = strategy([trial(source.draw(random)) for _ in range(BATCH)])
+    search.starts = []
+    times = [known_us(each) for each in search.propose(20)]
+    drawn = np.mean([known_us(source.draw(random)) for _ in range(100)])
+    num_ranked = round(20 * (1 - EXPLORE))
+    assert times[:num_ranked] == sorted(times[:num_ranked])
+    assert np.mean(times[:num_ranked]) < 0.8 * drawn
+    assert np.mean(times[num_ranked:]) > np.mean(times[:num_ranked])
+
+
+@pytest.mark.parametrize("name", ["prefetch_keys", "dot_unroll"])
+def test_what_leaves_the_stores_alone_moves_the_models_ranking(name: str) -> None:
+    space = schedules.space(SPEC, TARGET)
+    default = schedules.default_choices(SPEC, TARGET)
+    assert default["step"] == "rows"
+    lists = [default | {name: value} for value in space[name]]
+    lists = [each for each in lists if schedules.reject(SPEC, TARGET, each) is None]
+    assert len(lists) >= 3
+    with without_intrinsics():
+        context = ms.TuneContext(mod=stand_in(), target=tvm.target.Target("llvm"), num_threads=1)
+    wrapped = [strategy().wrap(each) for each in lists]
+    for order in (1, 2):
+        times = np.random.default_rng(order).permutation(np.linspace(1e-3, 4e-3, len(lists)))
+        model = ms.cost_model.XGBModel(
+            extractor=ChoiceFeatures(Encoder(space)), num_warmup_samples=2, num_tuning_cores=1
+        )
+        model.update(context, wrapped, [ms.runner.RunnerResult([each], None) for each in times])
+        predicted = model.predict(context, wrapped)
+        assert list(np.argsort(-predicted)) == list(np.argsort(times))
+
+
+def proposed(folder: Path, seed: int, **settings: Any) -> tuple[list[str], Record]:
+    machine = FakeMachine(folder)
+    record = work(machine, folder, seed=seed, **settings).run()
+    return machine.measured, record
+
+
+def test_the_seed_decides_what_is_proposed(tmp_path: Path) -> None:
+    first, record = proposed(tmp_path / "a", 7)
+    again, same = proposed(tmp_path / "b", 7)
+    other, _ = proposed(tmp_path / "c", 8)
+    assert first == again
+    assert record.choices == same.choices
+    assert set(first) != set(other)
+
+
+def test_the_search_finds_what_random_draws_do_not(tmp_path: Path) -> None:
+    _, record = proposed(tmp_path, 1, trials=64)
+    source, random = candidates(), np.random.default_rng(1)
+    drawn = min(known_us(source.draw(random)) for _ in range(64))
+    default = known_us(schedules.default_choices(SPEC, TARGET))
+    assert record.latency_us.median < min(drawn, default)
+    assert not record.is_default
+    assert record.trials == 64
+
+
+def test_failures_are_counted_by_reason_and_never_win(tmp_path: Path) -> None:
+    def fate(choices: Choices) -> Answer | None:
+        if choices["prefetch_keys"] == 64:
+            return Answer({}, "crash", "SIGSEGV")
+        if choices["dot_unroll"] == 2:
+            return Answer({"wrong": "relative error 1"})
+        if choices["lanes"] == 8:
+            return Answer({}, "time-out", "no answer in 60 s")
+        return None
+
+    record = work(FakeMachine(tmp_path, fate), tmp_path).run()
+    assert set(record.failures) == {"crash", "wrong", "time-out"}
+    assert record.trials == 40
+    assert record.choices["prefetch_keys"] != 64
+    assert record.choices["dot_unroll"] != 2
+
+
+def test_a_tie_goes_to_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tune_tools.known_us", lambda choices: 100.0 + len(choices["step"]) / 1e3)
+    record = work(FakeMachine(tmp_path), tmp_path, trials=16).run()
+    assert record.is_default
+    assert record.choices == schedules.default_choices(SPEC, TARGET)
+    assert record.speedup == 1.0
+
+
+def test_a_spec_whose_default_fails_has_no_record(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, lambda _choices: Answer({}, "crash", "SIGSEGV"))
+    with pytest.raises(UserError, match="default cannot be measured: SIGSEGV"):
+        work(machine, tmp_path, trials=8).run()
+    assert records.load(tmp_path, TARGET, SPEC) is None
+
+
+def test_a_deadline_that_has_passed_still_measures_the_default(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    short = work(machine, tmp_path)
+    short.deadline = 0.0
+    record = short.run()
+    assert 1 <= record.trials <= 2
+
+
+def test_a_neighbours_winner_is_tried_right_after_the_default(tmp_path: Path) -> None:
+    _, record = proposed(tmp_path, 1, trials=64)
+    other = AttentionSpec.make("decode", "float32", 64, 3, 32)
+    machine = FakeMachine(tmp_path)
+    task = work(machine, tmp_path, trials=8)
+    task.spec = other
+    task.run()
+    assert machine.measured[1] == choices_key(record.choices)
