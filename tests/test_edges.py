@@ -168,25 +168,35 @@ def test_a_sequence_of_several_kv_ranges(
 
 
 @pytest.mark.parametrize("poisoned", ["q", "k", "v"])
+@pytest.mark.parametrize("length", [9, 1300])
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_nan_that_a_row_sees_shows_in_that_row(
-    generic: Attention, rng: np.random.Generator, poisoned: str, q_len: int, dtype: str
+    generic: Attention,
+    rng: np.random.Generator,
+    poisoned: str,
+    length: int,
+    q_len: int,
+    dtype: str,
 ) -> None:
-    """And in no other sequence: a broken activation must not be hidden as 0, nor spread."""
+    """And in no other sequence: a broken activation must not be hidden as 0, nor spread.
+
+    In one kv range and in several, whose merge must not take NaN for a part that saw nothing.
+    """
     attn = generic(3, 64, 4, dtype)
-    case = make_case(rng, attn, [q_len, q_len, q_len], [9, 9, 9])
+    case = make_case(rng, attn, [q_len] * 3, [length] * 3)
     if poisoned == "q":
         case.q[q_len : 2 * q_len, 2, 5] = NAN
     else:
-        block, offset = case.slot(1, 2)
+        block, offset = case.slot(1, length - q_len - 2)
         case.by_slot()["kv".index(poisoned)][block, offset, 0, 5] = NAN
-    out, _ = run(attn, case)
-    # The kv head of query heads 0..2; one element of v is one of out.
-    hit = out[q_len : 2 * q_len, 2:3] if poisoned == "q" else out[q_len : 2 * q_len, :3]
-    assert (hit[..., 5] if poisoned == "v" else hit).isnan().all()
-    others = torch.cat([out[:q_len], out[2 * q_len :]])
-    assert others.isfinite().all()
-    assert out[q_len : 2 * q_len, 3:].isfinite().all()
+    out, lse = run(attn, case)
+    mine = slice(q_len, 2 * q_len)
+    # The kv head of query heads 0..2; one element of v is one of out, and none of lse.
+    heads = slice(2, 3) if poisoned == "q" else slice(0, 3)
+    assert (out[mine, heads, 5] if poisoned == "v" else out[mine, heads]).isnan().all()
+    assert (lse[mine, heads].isfinite() if poisoned == "v" else lse[mine, heads].isnan()).all()
+    assert torch.cat([out[:q_len], out[2 * q_len :]]).isfinite().all()
+    assert out[mine, 3:].isfinite().all()
 
 
 def test_rows_past_the_plan_leave_out_untouched(

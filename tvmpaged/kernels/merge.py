@@ -21,6 +21,10 @@ from tvmpaged.worklist import MERGE_FIELDS, Merge
 
 LOG2E = 1.0 / math.log(2.0)
 
+#: -inf as it is stored. Compared as bits, for a NaN is "unequal" to no float in compiled code, and
+#: must not pass for a part that saw nothing.
+NEG_INF_BITS = -0x800000
+
 
 def merge(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
     """Build the merge program; head_dim is known at run time.
@@ -93,7 +97,7 @@ def merge(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                 T.reads()
                                 T.writes()
                                 source: T.let[T.int32] = first + vp * stride
-                                if partial_lse[source, vh] != T.float32(NEG_INF):
+                                if T.reinterpret("int32", partial_lse[source, vh]) != NEG_INF_BITS:
                                     factor[0] = T.max(top[0], partial_lse[source, vh])
                                     factor[1] = (partial_lse[source, vh] - factor[0]) * T.float32(
                                         LOG2E
