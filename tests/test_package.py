@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from bundle_tools import OTHER_SPEC, SPEC, V3, V4, build_with_gcc, call
+from record_tools import make_record
 
-from tvmpaged import bundle
+from tvmpaged import bundle, records
 from tvmpaged.build import source_sha256
 from tvmpaged.bundle import BundleError, read_manifest
 from tvmpaged.package import Packaged, base_specs, package, parse_target
 from tvmpaged.provenance import git_state
-from tvmpaged.recorded import all_records, read_record
+from tvmpaged.records import Record
 from tvmpaged.schedules import default_choices
 from tvmpaged.spec import AttentionSpec, TargetKey
 
@@ -31,22 +32,13 @@ def pack(tmp_path: Path, *specs: AttentionSpec, **options: Any) -> Packaged:
     return found
 
 
-def record(folder: Path, **changes: Any) -> None:
-    data = {
-        "schema_version": 1,
-        "spec": str(SPEC),
-        "target": str(V3),
-        "choices": CHOICES | {"split_length": 256},
-        "source_sha256": source_sha256(),
-        "latency_us": {"median": 12.5, "p10": 12.0, "p90": 13.0, "repeats": 5},
-        "device": "A CPU",
-        "num_threads": 2,
-        "mlflow_run_id": "run",
-        "record_id": "r1",
-    } | changes
-    path = folder / str(V3) / str(SPEC) / "record.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data))
+def record(folder: Path, **changes: Any) -> Record:
+    """Write a record; changes are of its file, so that it may be wrong."""
+    choices = CHOICES | {"split_length": 256}
+    made = make_record(spec=SPEC, target=V3, choices=choices, source_sha256=source_sha256())
+    path = records.save(folder, made)
+    path.write_text(json.dumps(made.as_dict() | changes))
+    return made
 
 
 def test_untuned_specs_become_defaults_and_generic_ones_generic(tmp_path: Path) -> None:
@@ -67,19 +59,19 @@ def test_untuned_specs_become_defaults_and_generic_ones_generic(tmp_path: Path) 
 
 
 def test_a_record_becomes_a_tuned_artifact(tmp_path: Path) -> None:
-    record(tmp_path / "logs")
+    made = record(tmp_path / "logs")
     pack(tmp_path, SPEC)
     entry = read_manifest(tmp_path / "bundle", V3).artifacts[0]
-    assert (entry.kind, entry.record_id, entry.mlflow_run_id) == ("tuned", "r1", "run")
+    assert (entry.kind, entry.record_id, entry.mlflow_run_id) == ("tuned", made.record_id, "run")
     assert (entry.measured_us, entry.measured_on, entry.num_threads) == (12.5, "A CPU", 2)
     assert entry.choices["split_length"] == 256
 
 
 def test_a_stale_record_gives_its_choices_but_no_time(tmp_path: Path) -> None:
-    record(tmp_path / "logs", source_sha256="0" * 64)
+    made = record(tmp_path / "logs", source_sha256="0" * 64)
     done = pack(tmp_path, SPEC)
     entry = read_manifest(tmp_path / "bundle", V3).artifacts[0]
-    assert (entry.kind, entry.record_id, entry.measured_us) == ("tuned", "r1", None)
+    assert (entry.kind, entry.record_id, entry.measured_us) == ("tuned", made.record_id, None)
     assert "the record is stale" in done.notes[0]
 
 
@@ -103,9 +95,9 @@ def test_a_wrong_record_fails_its_spec_by_name(
 
 def test_only_the_targets_own_records_are_used(tmp_path: Path) -> None:
     record(tmp_path / "logs")
-    assert read_record(tmp_path / "logs", V4, SPEC) is None
-    assert [each.spec for each in all_records(tmp_path / "logs", V3)] == [SPEC]
-    assert not list(all_records(tmp_path / "logs", V4))
+    assert records.load(tmp_path / "logs", V4, SPEC) is None
+    assert [each.spec for each in records.load_all(tmp_path / "logs", V3)] == [SPEC]
+    assert not list(records.load_all(tmp_path / "logs", V4))
 
 
 def test_a_spec_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:

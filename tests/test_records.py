@@ -6,63 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_tools import SPEC, TARGET, make_record
 
 from tvmpaged import records
 from tvmpaged.records import Latency, Record
-from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.spec import TargetKey
 
 pytestmark = pytest.mark.runtime
 
-SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
-TARGET = TargetKey("cpu", "sapphirerapids")
-
-
-def record(**changed: Any) -> Record:
-    values: dict[str, Any] = {
-        "spec": SPEC,
-        "target": TARGET,
-        "choices": {"step": "rows", "lanes": 16},
-        "is_default": False,
-        "source_sha256": "0" * 64,
-        "tvm": "0.27.0.post1",
-        "tvm_ffi": "0.1.14.post1",
-        "device": "a CPU",
-        "num_threads": 2,
-        "caches_bytes": {"L1": 49152},
-        "rotation_bytes": 1 << 27,
-        "latency_us": Latency(740.0, 720.0, 790.0, 31),
-        "default_latency_us": Latency(880.0, 860.0, 930.0, 31),
-        "speedup": 1.19,
-        "gb_per_s": 16.9,
-        "gflop_per_s": None,
-        "workload": {"num_kv_heads": 3, "q_lens": [1], "seq_lens": [1024]},
-        "trials": 64,
-        "failures": {"compile": 1},
-        "seed": 0,
-        "mlflow_run_id": None,
-        "created_at": "2026-01-01T00:00:00+00:00",
-    }
-    return Record(**(values | changed))
-
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    path = records.save(tmp_path, record())
+    path = records.save(tmp_path, make_record())
     assert path == tmp_path / "cpu/sapphirerapids" / str(SPEC) / "record.json"
-    assert records.load(tmp_path, TARGET, SPEC) == record()
+    assert records.load(tmp_path, TARGET, SPEC) == make_record()
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
 def test_a_newer_record_replaces_the_older_one(tmp_path: Path) -> None:
-    records.save(tmp_path, record())
-    newer = record(seed=1)
+    records.save(tmp_path, make_record())
+    newer = make_record(seed=1)
     records.save(tmp_path, newer)
     assert records.load(tmp_path, TARGET, SPEC) == newer
 
 
 def test_a_record_of_another_target_is_never_used(tmp_path: Path) -> None:
     other = TargetKey("cpu", "x86-64-v3")
-    records.save(tmp_path, record())
-    records.save(tmp_path, record(target=other, choices={"step": "columns", "lanes": 8}))
+    records.save(tmp_path, make_record())
+    records.save(tmp_path, make_record(target=other, choices={"step": "columns", "lanes": 8}))
     assert records.load(tmp_path, TARGET, SPEC).choices["lanes"] == 16  # type: ignore[union-attr]
     assert records.load(tmp_path, other, SPEC).choices["lanes"] == 8  # type: ignore[union-attr]
     assert records.load(tmp_path, TargetKey("cpu", "znver4"), SPEC) is None
@@ -71,7 +41,7 @@ def test_a_record_of_another_target_is_never_used(tmp_path: Path) -> None:
 
 
 def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) -> None:
-    path = records.save(tmp_path, record())
+    path = records.save(tmp_path, make_record())
     for other in (SPEC.generic(), replace(SPEC, group_size=4)):
         wrong = records.folder(tmp_path, TARGET, other) / "record.json"
         wrong.parent.mkdir()
@@ -92,22 +62,22 @@ def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) ->
 def test_what_is_no_record_is_refused_with_its_path(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    path = records.save(tmp_path, record())
-    path.write_text(json.dumps(record().as_dict() | change))
+    path = records.save(tmp_path, make_record())
+    path.write_text(json.dumps(make_record().as_dict() | change))
     with pytest.raises(ValueError, match=said) as caught:
         records.load(tmp_path, TARGET, SPEC)
     assert str(path) in str(caught.value)
 
 
 def test_half_a_record_is_refused(tmp_path: Path) -> None:
-    path = records.save(tmp_path, record())
+    path = records.save(tmp_path, make_record())
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match="is no record"):
         records.load(tmp_path, TARGET, SPEC)
 
 
 def test_changing_any_field_changes_the_record_id() -> None:
-    first = record()
+    first = make_record()
     other: dict[str, Any] = {
         "spec": replace(SPEC, block_size=32),
         "target": TargetKey("cpu", "znver4"),
@@ -118,7 +88,7 @@ def test_changing_any_field_changes_the_record_id() -> None:
         "caches_bytes": {},
         "workload": {},
         "failures": {},
-        "mlflow_run_id": "r",
+        "mlflow_run_id": "r2",
         "gb_per_s": None,
         "gflop_per_s": 1.0,
     }
@@ -128,7 +98,7 @@ def test_changing_any_field_changes_the_record_id() -> None:
             changed = other.get(each.name, value + value if isinstance(value, str) else None)
             if changed is None and isinstance(value, int | float):
                 changed = value + 1
-            assert record(**{each.name: changed}).record_id != first.record_id, each.name
+            assert make_record(**{each.name: changed}).record_id != first.record_id, each.name
 
 
 def test_the_folder_of_a_spec_changes_with_any_of_its_fields() -> None:

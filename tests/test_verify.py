@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bundle_tools import SPEC, V3, artifact, header, key_pair, library, put
 
-from tvmpaged import recorded, verify_numbers
+from tvmpaged import records, verify_numbers
 from tvmpaged.build import source_sha256
 from tvmpaged.bundle import BundleError, load_private_key, read_manifest, write
 from tvmpaged.cli.app import main
@@ -192,7 +192,7 @@ def test_show_records_on_the_command_line(
     assert main(["show", "--records", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["kind"], row["state"], row["median_us"]) == ("record", "current", 12.5)
-    assert len(list(recorded.all_records(tmp_path / "tuning_logs"))) == 1
+    assert len(list(records.load_all(tmp_path / "tuning_logs"))) == 1
 
 
 def test_verify_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

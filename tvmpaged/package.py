@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvmpaged import build, schedules
+from tvmpaged import build, records, schedules
 from tvmpaged.bundle import (
     Abi,
     Artifact,
@@ -23,7 +23,7 @@ from tvmpaged.bundle import (
 from tvmpaged.compile_pool import Build, Job, compile_all
 from tvmpaged.cpu import MICROARCHITECTURES, native_target
 from tvmpaged.provenance import built_with, git_state
-from tvmpaged.recorded import Record, all_records, read_record
+from tvmpaged.records import Record
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def recorded_specs(records_dir: Path, targets: Sequence[TargetKey]) -> list[Atte
     ValueError
         When there is none, or one cannot be read.
     """
-    found = [each.spec for target in targets for each in all_records(records_dir, target)]
+    found = [each.spec for target in targets for each in records.load_all(records_dir, target)]
     if not found:
         names = ", ".join(map(str, targets))
         raise ValueError(f"records={str(records_dir)!r} holds no record for {names}")
@@ -236,7 +236,7 @@ class _Work:
         sources = build.source_sha256()
         for spec in specs:
             try:
-                record = read_record(self.records_dir, self.target, spec)
+                record = records.load(self.records_dir, self.target, spec)
                 choices = record.choices if record else schedules.default_choices(spec, self.target)
             except (OSError, ValueError) as error:
                 failures[spec] = str(error)

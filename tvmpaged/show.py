@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tvmpaged import build, recorded
+from tvmpaged import build, records
 from tvmpaged.bundle import Artifact, Folder, scan, search
 from tvmpaged.cpu import cpu_model, num_threads
 
@@ -91,7 +91,7 @@ def show_records(folder: Path) -> list[Row]:
             state=_state(each.source_sha256, sources, each.device, each.num_threads),
             record_id=each.record_id,
         )
-        for each in recorded.all_records(folder)
+        for each in records.load_all(folder)
     ]
 
 
