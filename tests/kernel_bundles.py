@@ -79,7 +79,8 @@ def specs_of(sizes: Iterable[Sizes]) -> list[AttentionSpec]:
     ]
 
 
-def bundle(name: str) -> Path:
+@cache
+def bundle(name: str, jobs: int = 2) -> Path:
     """Return the bundle of a set: ``base`` (generic), ``covering`` or ``full`` (specialised too).
 
     Built in processes of its own, so that it works where this one cannot import the compiler.
@@ -88,18 +89,19 @@ def bundle(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / "built").exists():
-            command = [sys.executable, __file__, name, "2"]
-            subprocess.run(command, check=True, env=_with_compiler())
+            code = f"import kernel_bundles; kernel_bundles.build({name!r}, {jobs})"
+            subprocess.run([sys.executable, "-c", code], check=True, env=_with_compiler())
     return folder / "bundle"
 
 
 def _with_compiler() -> dict[str, str]:
     """Return the environment without the folder that hides the compiler (`ci/no_tvm`)."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    shown = [path for path in paths if Path(path).name != "no_tvm"]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(shown)}
+    shown = [path for path in paths if path and Path(path).name != "no_tvm"]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*shown, str(Path(__file__).parent)])}
 
 
+@cache
 def manifest(folder: Path) -> Manifest:
     """Return what a bundle says of this machine's target."""
     return read_manifest(folder, native_target())
@@ -114,7 +116,8 @@ def _folder(name: str) -> Path:
     return ROOT / "build" / "test_bundles" / f"{name}-{digest[:16]}"
 
 
-def _build(name: str, jobs: int) -> None:
+def build(name: str, jobs: int) -> None:
+    """Compile a set into its folder."""
     from tvmpaged.package import package
 
     folder = _folder(name)
@@ -140,4 +143,4 @@ def _build(name: str, jobs: int) -> None:
 
 
 if __name__ == "__main__":
-    _build(sys.argv[1], int(sys.argv[2]))
+    print(bundle(sys.argv[1], int(sys.argv[2])))

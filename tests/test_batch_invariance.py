@@ -15,8 +15,6 @@ from cases import Case, make_case, run
 
 from tvmpaged import PagedAttention
 
-pytestmark = pytest.mark.runtime
-
 Attention = Callable[..., PagedAttention]
 
 #: New tokens and lengths of one step: decode and chunks; one and several kv ranges; a long prompt.

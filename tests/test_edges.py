@@ -12,8 +12,6 @@ from cases import NAN, assert_close, assert_equals_reference, make_case, random_
 from tvmpaged import PagedAttention, merge_states
 from tvmpaged.spec import DTYPES
 
-pytestmark = pytest.mark.runtime
-
 Attention = Callable[..., PagedAttention]
 
 

@@ -1,4 +1,4 @@
-"""The specialised kernels against the reference, over a set of sizes in which every pair meets.
+"""The kernels against the reference: the specialised ones over sizes of which every pair meets.
 
 ``TVMPAGED_TEST_SPECS=full`` takes the whole product instead (`ci/full.sh`).
 """
@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cases import assert_equals_reference, make_case
-from kernel_bundles import ATTENTION_KERNELS, Sizes, sizes_of
+from kernel_bundles import LAYOUTS, Sizes, sizes_of
 
 from tvmpaged import PagedAttention
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPES
 
 SET = os.environ.get("TVMPAGED_TEST_SPECS", "covering")
 Attention = Callable[..., PagedAttention]
@@ -60,3 +61,21 @@ def test_large_logits(attn: PagedAttention, rng: np.random.Generator) -> None:
 def test_both_kernels_ran(attn: PagedAttention) -> None:
     kernels = attn.describe()["kernels"]
     assert [kernels[name]["kind"] for name in ATTENTION_KERNELS] == ["default"] * 2
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_generic_kernels_on_random_sizes(
+    generic: Attention, rng: np.random.Generator, index: int
+) -> None:
+    attn = generic(
+        int(rng.choice([*range(1, 18), 48, 71])),
+        int(rng.choice([*range(8, 257, 8), 512])),
+        int(rng.integers(1, 257)),
+        DTYPES[index % 3],
+        num_kv_heads=int(rng.integers(1, 4)),
+        layout=LAYOUTS[index % 2],
+    )
+    seq_lens = rng.integers(0, 80, 6).tolist()
+    q_lens = np.minimum(rng.integers(0, 12, 6), rng.choice([1, 12], 6)).tolist()
+    case = make_case(rng, attn, q_lens, seq_lens, causal=bool(rng.integers(4)))
+    assert_equals_reference(attn, case)
