@@ -54,7 +54,7 @@ class PagedAttention:
         A sequence's bits depend neither on the other sequences, nor on which blocks hold it, nor
         on the number of threads. The kernels are so in any case; False merely permits others.
     allow_reference : bool
-        Without an artifact, run the slow NumPy reference instead of raising.
+        Without an artifact, run the slow NumPy reference instead of raising; not under `strict`.
 
     Raises
     ------
@@ -130,9 +130,10 @@ class PagedAttention:
         Returns
         -------
         dict
-            ``kind`` (``tuned``, ``default``, ``generic`` or ``reference``), ``target``,
-            ``artifact``, ``sha256``, ``choices``, ``record``, ``mlflow_run`` and ``why`` of the
-            decode kernel; ``kv_layout``; and under ``kernels`` the same of every kernel.
+            ``kind`` (``tuned``, ``default``, ``generic``, ``compiled`` or ``reference``),
+            ``target``, ``artifact``, ``sha256``, ``choices``, ``record``, ``mlflow_run``,
+            ``measured_us``, ``measured_on`` and ``why`` of the decode kernel; ``kv_layout``; and
+            under ``kernels`` the same of every kernel, as their kinds may differ.
         """
         kernels = {
             name: {"spec": str(kernel.spec), **kernel.description}
@@ -216,14 +217,16 @@ class PagedAttention:
             Row i of a sequence with q_len new tokens sees positions
             ``j <= seq_len - q_len + i``; without it, all ``j < seq_len``.
         into : Plan, optional
-            A plan whose memory is reused; its capacity is fixed.
+            A plan whose memory is reused, and which does not run any more then; the capacity is
+            that of the first plan made in this memory.
         window_left : None
             Sliding windows are not supported yet.
 
         Returns
         -------
         Plan
-            Holds copies; valid until a block table of its sequences changes.
+            Holds copies; valid until a block table of its sequences changes, or until its memory
+            is reused.
 
         Raises
         ------
@@ -476,6 +479,8 @@ class PagedAttention:
             raise TypeError(f"plan must come from plan(); got {type(plan).__name__}")
         if plan.signature != self._signature:
             raise ValueError("plan was made for other artifacts or head counts; plan the step anew")
+        if not plan.is_current:
+            raise ValueError("plan's memory was given to a later one (into=); plan the step anew")
 
     def _check_caches(self, k_cache: Any, v_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         inner = self._inner_shape()
@@ -504,7 +509,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _layers(name: str, caches: Any) -> list[Any]:
-    if isinstance(caches, torch.Tensor):
+    if isinstance(caches, torch.Tensor | np.ndarray):
         return [caches]
     if isinstance(caches, list | tuple):
         return list(caches)

@@ -73,7 +73,10 @@ def attention_specs(
 def load_kernels(
     specs: dict[str, AttentionSpec], bundle: Any, strict: bool, allow_reference: bool
 ) -> dict[str, Kernel]:
-    """Load each kernel; `strict` concerns the two that have specialised artifacts."""
+    """Load each kernel; `strict` concerns the two that have specialised artifacts.
+
+    The reference is no artifact at all, so `strict` is stronger than `allow_reference`.
+    """
     if bundle is not None and not isinstance(bundle, str | os.PathLike):
         raise TypeError(f"bundle={bundle!r} must be a path")
     path = None if bundle is None else os.fspath(bundle)
@@ -82,7 +85,7 @@ def load_kernels(
         try:
             return load_kernel(spec, path, strict and name in PHASES)
         except FileNotFoundError:
-            if not allow_reference:
+            if strict or not allow_reference:
                 raise
             return reference_kernel(spec)
 

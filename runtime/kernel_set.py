@@ -138,8 +138,40 @@ def _load(found: Found, sha256: str) -> Callable[..., Any]:
 
         with found.open() as path:
             module = tvm_ffi.load_module(str(path))
-        _LOADED[sha256] = module.get_function(found.accepted.artifact.symbol)
+        _LOADED[sha256] = _refuse_after_fork(module.get_function(found.accepted.artifact.symbol))
     return _LOADED[sha256]
+
+
+@dataclass
+class _Threads:
+    """Whether kernels have run in this process, and whether it was forked off one where they had.
+
+    TVM's threads do not survive a fork: a call in the child would wait for them forever.
+    """
+
+    are_started: bool = False
+    are_lost: bool = False
+
+    def note_fork(self) -> None:
+        """Take note, in a forked child, of what the parent had done."""
+        self.are_lost = self.are_started and os.environ["TVM_NUM_THREADS"] != "1"
+
+
+_THREADS = _Threads()
+
+
+def _refuse_after_fork(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> None:
+        if _THREADS.are_lost:
+            raise RuntimeError(
+                "kernels ran before this process was forked, and their threads do not survive "
+                "that; start processes with multiprocessing's 'spawn' or 'forkserver', or fork "
+                "before the first call"
+            )
+        _THREADS.are_started = True
+        function(*arguments)
+
+    return call
 
 
 @cache
@@ -150,6 +182,7 @@ def _load_runtime() -> None:
     os.environ["TVM_NUM_THREADS"] = str(num_threads())
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", SPIN_COUNT)
+    os.register_at_fork(after_in_child=_THREADS.note_fork)
     if sys.modules.get("tvm") is None:  # the compiler brings its own copy
         import tvm_ffi  # noqa: F401, the library links to it
 

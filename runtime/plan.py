@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from tvmpaged.planning.items import Shape, WorkList, balance, make_items
 from tvmpaged.planning.step import Step
 from tvmpaged.runtime.kernel_set import Kernel
-from tvmpaged.worklist import ITEM_FIELDS, MERGE_FIELDS
 
 #: Kernels of one step by the sequences they take.
 PHASES = ("decode", "prefill")
@@ -22,7 +22,8 @@ class Plan:
     """What one step does; from `PagedAttention.plan`, for its `run` and `append_kv`.
 
     Holds copies of its inputs and its own scratch. Valid for the `PagedAttention` that made it
-    until a block table of its sequences changes, with any layer's cache.
+    until a block table of its sequences changes or its memory is given to another plan, with any
+    layer's cache.
 
     Parameters
     ----------
@@ -44,6 +45,10 @@ class Plan:
         Rows that several kv ranges make.
     partial_out, partial_lse, lse : torch.Tensor
         Scratch.
+    buffers : Buffers
+        The memory behind all of these.
+    generation : int
+        Which of the plans made in that memory this is.
     """
 
     signature: tuple[Any, ...]
@@ -58,43 +63,48 @@ class Plan:
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     lse: torch.Tensor
-    buffers: Buffers = field(repr=False, compare=False, default=None)  # type: ignore[assignment]
+    buffers: Buffers = field(repr=False, compare=False)
+    generation: int
+
+    @property
+    def is_current(self) -> bool:
+        """False once a later plan has taken this one's memory over (``into=``)."""
+        return self.generation == self.buffers.generation
 
 
 class Buffers:
-    """Memory of a plan by name. With a parent, its memory is reused and its capacity is fixed."""
+    """Memory of a plan, and of those made ``into`` it: flat tensors by name, of fixed capacity.
 
-    def __init__(self, parent: Buffers | None = None) -> None:
-        self.parent = parent
-        self.flat: dict[str, torch.Tensor] = {}
+    Parameters
+    ----------
+    elements : dict
+        Name -> number of elements and their dtype.
+    """
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor.
+    def __init__(self, elements: dict[str, tuple[int, torch.dtype]]) -> None:
+        self.generation = 0
+        # One element at least: an empty tensor has no address to align.
+        self.flat = {
+            name: torch.empty(max(1, count), dtype=dtype)
+            for name, (count, dtype) in elements.items()
+        }
+
+    def take_over(self, elements: dict[str, tuple[int, torch.dtype]]) -> None:
+        """Hand the memory to a new plan; the one before is no longer current.
 
         Raises
         ------
         ValueError
-            When the parent's memory is too small.
+            When it is too small. Nothing has been written then.
         """
-        elements = int(np.prod(shape, dtype=np.int64))
-        if self.parent is None:
-            # One element at least: an empty tensor has no address to align.
-            flat = torch.empty(max(1, elements), dtype=dtype)
-        else:
-            found = self.parent.flat.get(name)
-            if found is None or len(found) < elements:
-                capacity = 0 if found is None else len(found)
+        for name, (count, _) in elements.items():
+            capacity = len(self.flat[name])
+            if capacity < count:
                 raise ValueError(
                     f"into: its buffer {name!r} holds {capacity} elements, this step needs "
-                    f"{elements}; make the plan that is reused from the largest step"
+                    f"{count}; make the plan that is reused from the largest step"
                 )
-            flat = found
-        self.flat[name] = flat
-        return flat[:elements].view(shape)
-
-    def copy(self, name: str, array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-        """Return an aligned copy of an array."""
-        return self.empty(name, array.shape, dtype).copy_(torch.from_numpy(array))
+        self.generation += 1
 
 
 def make_plan(
@@ -126,7 +136,12 @@ def make_plan(
     num_workers : int
         Threads to balance over; leaves no trace in the bits.
     into : Plan, optional
-        A plan whose memory is reused.
+        A plan whose memory is reused; it is not current any more then.
+
+    Raises
+    ------
+    ValueError
+        When that memory is too small; `into` stays as it was.
     """
     group_size = num_qo_heads // num_kv_heads
     q_lens = step.q_lens
@@ -143,31 +158,60 @@ def make_plan(
         )
         work[phase] = balance(items, num_workers)
         merges.append(merge)
-    merge_items = np.concatenate(merges)
-
-    buffers = Buffers(None if into is None else into.buffers)
     rows = max(1, partials)
-    tensors = {
-        phase: (
-            buffers.copy(f"{phase}_items", each.items.reshape(-1, ITEM_FIELDS), torch.int32),
-            buffers.copy(f"{phase}_offsets", each.offsets, torch.int32),
-        )
-        for phase, each in work.items()
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        **{f"{phase}_items": each.items for phase, each in work.items()},
+        **{f"{phase}_offsets": each.offsets for phase, each in work.items()},
+        "slot_mapping": step.slot_mapping,
+        "merges": np.concatenate(merges),
+        "block_table": step.block_table,
     }
-    slot_mapping = buffers.copy("slot_mapping", step.slot_mapping, torch.int64)
-    merge_tensor = buffers.copy("merges", merge_items.reshape(-1, MERGE_FIELDS), torch.int32)
+    scratch = {
+        "partial_out": (rows, num_qo_heads, head_dim_v),
+        "partial_lse": (rows, num_qo_heads),
+        "lse": (step.num_tokens, num_qo_heads),
+    }
+    buffers, views = _lay_out(arrays, scratch, None if into is None else into.buffers)
     return Plan(
         signature=signature,
-        slot_mapping=slot_mapping,
+        slot_mapping=views["slot_mapping"],
         num_tokens=step.num_tokens,
         max_block_id=step.max_block_id,
         max_slot=step.max_slot,
-        slot_version=slot_mapping._version,
-        block_table=buffers.copy("block_table", step.block_table, torch.int32),
-        work={phase: tensors[phase] for phase in PHASES if not work[phase].is_empty},
-        merge_items=merge_tensor if len(merge_items) else None,
-        partial_out=buffers.empty("partial_out", (rows, num_qo_heads, head_dim_v), torch.float32),
-        partial_lse=buffers.empty("partial_lse", (rows, num_qo_heads), torch.float32),
-        lse=buffers.empty("lse", (step.num_tokens, num_qo_heads), torch.float32),
+        slot_version=views["slot_mapping"]._version,
+        block_table=views["block_table"],
+        work={
+            phase: (views[f"{phase}_items"], views[f"{phase}_offsets"])
+            for phase in PHASES
+            if not work[phase].is_empty
+        },
+        merge_items=views["merges"] if len(views["merges"]) else None,
+        partial_out=views["partial_out"],
+        partial_lse=views["partial_lse"],
+        lse=views["lse"],
         buffers=buffers,
+        generation=buffers.generation,
     )
+
+
+def _lay_out(
+    arrays: dict[str, np.ndarray[Any, Any]],
+    scratch: dict[str, tuple[int, ...]],
+    reused: Buffers | None,
+) -> tuple[Buffers, dict[str, torch.Tensor]]:
+    """Copy arrays into new or reused memory, beside float32 scratch; return both by name."""
+    contents = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    shapes = {name: tuple(each.shape) for name, each in contents.items()} | scratch
+    elements = {name: (each.numel(), each.dtype) for name, each in contents.items()}
+    elements |= {name: (math.prod(shape), torch.float32) for name, shape in scratch.items()}
+    if reused is None:
+        buffers = Buffers(elements)
+    else:
+        buffers = reused
+        buffers.take_over(elements)
+    views = {
+        name: buffers.flat[name][:count].view(shapes[name]) for name, (count, _) in elements.items()
+    }
+    for name, content in contents.items():
+        views[name].copy_(content)
+    return buffers, views

@@ -183,6 +183,18 @@ def test_copies_move_the_bytes_of_whole_blocks_in_all_layers(
         assert same_bits(cache, expected)
 
 
+def test_caches_may_be_numpy_arrays(generic: Attention, rng: np.random.Generator) -> None:
+    attn = generic(1, 64, 4, "float32")
+    caches = attn.new_cache(3)
+    arrays = [cache.numpy() for cache in caches]
+    k = rows(attn, rng, 4)
+    attn.append_kv(k, k, *arrays, [0, 1, 2, 3])
+    attn.copy_blocks(*arrays, [(0, 2)])
+    for cache in caches:
+        assert (cache[2] == cache[0]).all()
+        assert same_bits(cache[2].transpose(0, 1), k)
+
+
 @pytest.mark.parametrize(
     "copies", [[], (), np.zeros((0, 2), np.int32), torch.zeros(0, 2, dtype=torch.int64)], ids=repr
 )

@@ -1,5 +1,8 @@
-"""The door to compiled code: misses, compiling on a miss, and one load per digest."""
+"""The door to compiled code: misses, compiling on a miss, one load per digest, and forks."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,43 @@ def test_the_reference_runs_on_request_only_and_says_so() -> None:
     attn = PagedAttention(2, 1, 64, dtype="float32", allow_reference=True)
     assert attn.describe()["kind"] == "reference"
     assert PagedAttention.supports(2, 1, 64, dtype="float32", allow_reference=True) == []
+    with pytest.raises(FileNotFoundError, match="strict=True"):
+        PagedAttention(2, 1, 64, dtype="float32", strict=True, allow_reference=True)
+
+
+FORK = """
+import os, sys
+from tvmpaged import PagedAttention
+attn = PagedAttention(2, 1, 8, 4, "float32", bundle=sys.argv[1])
+k_cache, v_cache = attn.new_cache(4)
+plan = attn.plan([0, 1], [3], [[2]])
+run = lambda: attn.run(plan, k_cache.new_zeros(1, 2, 8), k_cache, v_cache)
+if sys.argv[2] != "before the first call":
+    run()
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+print(len(run()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "threads", "refused"),
+    [
+        ("before the first call", 2, False),
+        ("after a call", 2, True),
+        ("after a call", 1, False),
+    ],
+)
+def test_a_fork_after_a_call_is_refused_instead_of_hanging(
+    base_bundle: Path, when: str, threads: int, refused: bool
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(base_bundle), when],
+        env={**os.environ, "TVMPAGED_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == ((1, "") if refused else (0, "1\n")), done.stderr
+    assert ("start processes with multiprocessing's 'spawn'" in done.stderr) == refused

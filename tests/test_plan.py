@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cases import starts_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,11 +274,35 @@ def test_into_has_a_fixed_capacity(attn: PagedAttention) -> None:
         attn.plan(*STEP, into=attn.plan([0, 1], [2], [[4]]))
 
 
-def test_a_plan_that_cannot_be_reused_stays_as_it_was(attn: PagedAttention) -> None:
-    """The step that does not fit leaves no trace in the plan whose memory it asked for."""
-    small = attn.plan([0, 1, 2], [2, 2], [[4], [5]])
-    before = {name: tensor.clone() for name, tensor in small.buffers.flat.items()}
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        (([0, 1, 2], [2, 2], [[4], [5]]), ([0, 1, 2], [1, 600], [[3] * 150, [*range(150)]])),
+        (([0, 1, 3], [700, 9], [[*range(175)], [9] * 175]), ([0, 20], [700], [[*range(175)]])),
+        (([0, 1], [1], [[4]]), ([0, 1], [1], [[4, -1]])),
+    ],
+    ids=["first buffer", "prefill only", "table"],
+)
+def test_a_step_that_does_not_fit_leaves_the_plan_as_it_was(
+    attn: PagedAttention, small: tuple[Any, ...], large: tuple[Any, ...]
+) -> None:
+    plan = attn.plan(*small)
+    before = {name: tensor.clone() for name, tensor in plan.buffers.flat.items()}
     with pytest.raises(ValueError, match="into: its buffer"):
-        attn.plan([0, 1, 2], [1, 600], [[3] + [-1] * 149, [*range(10, 160)]], into=small)
-    for name in ("block_table", "slot_mapping", "decode_items", "decode_offsets"):
-        assert (small.buffers.flat[name] == before[name]).all(), name
+        attn.plan(*large, into=plan)
+    for name in ("block_table", "slot_mapping", "decode_items", "decode_offsets", "merges"):
+        assert (plan.buffers.flat[name] == before[name]).all(), name
+    assert plan.is_current
+
+
+def test_a_plan_whose_memory_was_taken_over_does_not_run(attn: PagedAttention) -> None:
+    """Its table and items are another step's: a kernel would read past their ends."""
+    base = attn.plan(*STEP)
+    first = attn.plan([0, 1], [2], [[4, -1]], into=base)
+    second = attn.plan([0, 1], [2], [[4, -1]], into=base)
+    q, caches = torch.zeros(1, attn.num_qo_heads, attn.head_dim), attn.new_cache(10)
+    attn.run(second, q, *caches)
+    for stale in (base, first):
+        assert not stale.is_current
+        with pytest.raises(ValueError, match="plan's memory was given to a later one"):
+            attn.run(stale, q.expand(3, -1, -1), *caches)
