@@ -153,7 +153,7 @@ def test_a_search_that_is_stopped_and_resumed_ends_like_an_unbroken_one(tmp_path
         assert found.choices == expected.choices
         assert found.trials == expected.trials
         # Nothing that is in the log was measured again, but by the finalists' round.
-        search = machine.measured[:-4]
+        search = machine.measured[:-3]
         assert len(set(search)) == len(search)
 
 
@@ -186,7 +186,7 @@ def test_with_another_seed_the_log_still_counts(tmp_path: Path) -> None:
     first = len(machine.measured)
     record = work(machine, tmp_path, trials=32, seed=5, resume=True).run()
     assert record.trials == 32
-    assert len(machine.measured) - first == 8 + 4
+    assert len(machine.measured) - first == 8 + 3
     assert record.latency_us.median == min(
         each.median_us
         for each in read_runs(
@@ -230,7 +230,7 @@ def test_kill_9_loses_at_most_the_batch_in_flight(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path)
     record = work(machine, tmp_path, trials=len(done) + 8, resume=True).run()
     assert record.trials == len(done) + 8
-    assert len(machine.measured) == 8 + 4
+    assert len(machine.measured) == 8 + 3
 
 
 def _wait(condition: Any, seconds: float = 90.0) -> None:
@@ -269,6 +269,5 @@ def test_the_log_holds_choices_as_plain_data(tmp_path: Path) -> None:
     assert first["kind"] == "run"
     assert first["setting"]["source_sha256"] == SETTING.source_sha256
     assert len(trials) == 8
-    assert all(
-        each["latency_us"]["median"] == round(known_us(each["choices"]), 3) for each in trials
-    )
+    for each in trials:
+        assert each["latency_us"]["median"] == pytest.approx(known_us(each["choices"]), abs=0.01)

@@ -164,7 +164,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
         assert not answer.reply, answer
         workload = Workload(2, (1, 1), (40, 1100))
         path = machine.path(merge, choices_key(choices))
-        yield Task(machine, SPEC, TARGET, workload, path, 1 << 20, 0)
+        default = schedules.default_choices(SPEC, TARGET)
+        yield Task(machine, SPEC, TARGET, workload, path, default, 1 << 20, 0)
 
 
 def plant(machine: Machine, name: str, key: str) -> None:
@@ -204,8 +205,15 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     assert trial.latency_us.repeats >= timing.MIN_REPEATS
     assert 1 < trial.median_us < 1e5
     # What has an answer is neither compiled nor measured again.
-    assert not task.machine.path(SPEC, choices_key(default)).exists()
     assert task.run(choices_key(default), default) is trial
+    other = default | {"dot_unroll": 1}
+    task.compile([other])
+    timed = task.run(choices_key(other), other)
+    # Its time is the default's by the ratio of this run.
+    assert timed.latency_us is not None
+    assert 0.2 * trial.median_us < timed.median_us < 5 * trial.median_us
+    assert not task.machine.path(SPEC, choices_key(other)).exists()
+    assert task.machine.path(SPEC, choices_key(default)).exists()
 
 
 def test_the_pool_is_set_up_as_serving_does(task: Task) -> None:
@@ -382,12 +390,14 @@ def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
 def test_a_hopeless_candidate_is_let_go_after_the_least_repeats() -> None:
     count = [0]
 
-    def call() -> None:
+    def slow() -> None:
         count[0] += 1
-        time.sleep(0.002)
+        time.sleep(0.004)
 
-    timing.measure([call], min_seconds=5.0, max_seconds=5.0, hopeless_us=100.0)
+    calls = [lambda: time.sleep(0.001), slow]
+    (_, samples) = timing.measure(calls, min_seconds=5.0, max_seconds=5.0, hopeless_speedup=0.7)
     assert count[0] == 1 + timing.MIN_REPEATS
+    assert samples.speedup < 0.7
 
 
 def test_waiting_for_a_core_is_seen() -> None:

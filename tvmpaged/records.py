@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Latency:
         """Summarise times in microseconds."""
         median, p10, p90 = (round(float(np.percentile(times_us, p)), 3) for p in (50, 10, 90))
         return cls(median, p10, p90, len(times_us), disturbed)
+
+    def scaled(self, factor: float) -> Latency:
+        """Return the times multiplied with a factor."""
+        median, p10, p90 = (round(us * factor, 3) for us in (self.median, self.p10, self.p90))
+        return replace(self, median=median, p10=p10, p90=p90)
 
 
 @dataclass(frozen=True)

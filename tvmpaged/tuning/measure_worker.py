@@ -64,7 +64,7 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
         calls,
         min_seconds=request["min_seconds"],
         max_seconds=request["max_seconds"],
-        hopeless_us=request.get("hopeless_us") or float("inf"),
+        hopeless_speedup=request["hopeless_speedup"],
     )
     return {"samples": [asdict(each) for each in samples]}
 

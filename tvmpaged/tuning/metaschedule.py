@@ -26,8 +26,10 @@ COMPILE_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 60.0
 #: Of an error's text; a compiler's may run to pages.
 _MAX_DETAIL = 500
-MIN_SECONDS = 0.06
-MAX_SECONDS = 0.6
+MIN_SECONDS = 0.12
+MAX_SECONDS = 1.0
+#: A candidate that is slower than the best by more than this factor gets the least repeats.
+HOPELESS = 1.5
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Machine:
         seed: int,
         min_seconds: float = MIN_SECONDS,
         max_seconds: float = MAX_SECONDS,
-        hopeless_us: float | None = None,
+        hopeless_speedup: float = 0.0,
     ) -> Answer:
         """Check candidates and time them in turns."""
         request = {
@@ -101,7 +103,7 @@ class Machine:
             ],
             "min_seconds": min_seconds,
             "max_seconds": max_seconds,
-            "hopeless_us": hopeless_us,
+            "hopeless_speedup": hopeless_speedup,
         }
         timeout_s = MEASURE_TIMEOUT_S + max_seconds * len(candidates)
         return self.device.ask(request, timeout_s, self.interrupted)
@@ -122,10 +124,16 @@ class Machine:
 class Task:
     """One spec's search, as its builder and runner see it.
 
+    Each candidate is timed in turns with the untuned default, and its time is given as the
+    default's first time by the ratio: so that times taken minutes or days apart, on a machine
+    whose speed varies, compare.
+
     Parameters
     ----------
     machine, spec, target, workload, merge
         What to do it with and on; `merge` is the compiled merge kernel.
+    default : dict
+        The untuned default.
     rotation_bytes : int
         K and V that are read before the same are read again.
     seed : int
@@ -139,6 +147,7 @@ class Task:
     target: TargetKey
     workload: Workload
     merge: Path
+    default: Choices
     rotation_bytes: int
     seed: int
     answers: dict[str, Trial] = field(default_factory=dict)
@@ -146,31 +155,45 @@ class Task:
     def compile(self, batch: Sequence[Choices]) -> None:
         """Compile what has no answer yet; failures become answers."""
         new = [each for each in batch if choices_key(each) not in self.answers]
-        for choices, answer in zip(
-            new, self.machine.compile(self.spec, self.target, new), strict=True
-        ):
+        yardstick = self.machine.path(self.spec, choices_key(self.default))
+        if new and self.default not in new and not yardstick.exists():
+            new.append(self.default)
+        answers = self.machine.compile(self.spec, self.target, new)
+        for choices, answer in zip(new, answers, strict=True):
             failure = failed(choices, answer, "compile")
             if failure is not None:
-                self.answers[failure.key] = failure
+                self.answers.setdefault(failure.key, failure)
 
     def run(self, key: str, choices: Choices) -> Trial:
         """Check and time one compiled candidate, unless it has an answer."""
         if key not in self.answers:
-            best = min((each.median_us for each in self.answers.values()), default=float("inf"))
+            unit = self.answers.get(choices_key(self.default))
+            alone = unit is None or unit.latency_us is None
             answer = self.machine.measure(
                 self.spec,
                 self.workload,
                 self.merge,
-                [choices],
+                [choices] if alone else [self.default, choices],
                 rotation_bytes=self.rotation_bytes,
                 seed=self.seed,
-                hopeless_us=None if best == float("inf") else 1.5 * best,
+                hopeless_speedup=0.0 if unit is None else self._hopeless_speedup(unit),
             )
-            self.answers[key] = failed(choices, answer, "run") or Trial(
-                choices, latencies(answer)[0]
-            )
-            self.machine.path(self.spec, key).unlink(missing_ok=True)
+            self.answers[key] = failed(choices, answer, "run") or _timed(choices, answer, unit)
+            if choices != self.default:
+                self.machine.path(self.spec, key).unlink(missing_ok=True)
         return self.answers[key]
+
+    def _hopeless_speedup(self, unit: Trial) -> float:
+        best = min(each.median_us for each in self.answers.values())
+        return unit.median_us / best / HOPELESS
+
+
+def _timed(choices: Choices, answer: Answer, unit: Trial | None) -> Trial:
+    raw = latencies(answer)[-1]
+    if unit is None or unit.latency_us is None:
+        return Trial(choices, raw)
+    scale = unit.median_us / answer.reply["samples"][-1]["speedup"] / raw.median
+    return Trial(choices, raw.scaled(scale), scale=round(scale, 4))
 
 
 def latencies(answer: Answer) -> list[Latency]:

@@ -79,7 +79,7 @@ def measure(
     min_seconds: float,
     max_seconds: float,
     max_repeats: int = 200,
-    hopeless_us: float = float("inf"),
+    hopeless_speedup: float = 0.0,
 ) -> list[Samples]:
     """Time contenders in turns, the order rotated from round to round.
 
@@ -92,8 +92,9 @@ def measure(
         rounds are always done).
     max_repeats : int
         Undisturbed calls that are enough in any case.
-    hopeless_us : float
-        Microseconds; once `MIN_REPEATS` calls of a lone contender all took longer, it is let go.
+    hopeless_speedup : float
+        Of two contenders the second is let go after `MIN_REPEATS` rounds when it is no faster than
+        the first by this factor.
     """
     for call in calls:
         call()  # pages, caches, branch predictors, and the pool's threads
@@ -109,7 +110,7 @@ def measure(
             clean = min(sum(1 for each in one if each.clean) for one in taken)
             if index + 1 < MIN_REPEATS:
                 continue
-            lost = len(calls) == 1 and min(each.us for each in taken[0]) > hopeless_us
+            lost = len(calls) == 2 and _speedup(*taken) < hopeless_speedup
             if lost or clean >= max_repeats or seconds >= max_seconds:
                 break
             if clean >= MIN_REPEATS and seconds >= min_seconds:
@@ -130,19 +131,20 @@ def _once(call: Callable[[], None], queue: RunQueue) -> _Taken:
 
 
 def _samples(first: list[_Taken], taken: list[_Taken]) -> Samples:
-    rounds = [
-        (a.us / b.us, a.clean and b.clean, a.waiting + b.waiting)
-        for a, b in zip(first, taken, strict=True)
-    ]
-    ratios = [each[0] for each in _choose(rounds)]
-    times = [each[0] for each in _choose([(each.us, each.clean, each.waiting) for each in taken])]
+    clean = [each for each in taken if each.clean]
+    if len(clean) < MIN_REPEATS:
+        clean = sorted(taken, key=lambda each: each.waiting)[:MIN_REPEATS]
     disturbed = sum(1 for each in taken if not each.clean)
-    return Samples(tuple(times), disturbed, statistics.median(ratios))
+    return Samples(tuple(each.us for each in clean), disturbed, _speedup(first, taken))
 
 
-def _choose(taken: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
-    """Return the undisturbed ones; when they are too few, those that waited least."""
-    clean = [each for each in taken if each[1]]
-    if len(clean) >= MIN_REPEATS:
-        return clean
-    return sorted(taken, key=lambda each: each[2])[:MIN_REPEATS]
+def _speedup(first: list[_Taken], taken: list[_Taken]) -> float:
+    """Return the median of the rounds' ratios.
+
+    Over the undisturbed rounds; when they are too few, over all: what disturbs one contender of a
+    round often disturbs the other.
+    """
+    rounds = list(zip(first, taken, strict=True))
+    clean = [(a, b) for a, b in rounds if a.clean and b.clean]
+    chosen = clean if len(clean) >= MIN_REPEATS else rounds
+    return statistics.median(a.us / b.us for a, b in chosen)

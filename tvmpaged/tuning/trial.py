@@ -35,12 +35,15 @@ class Trial:
         One of `REASONS`, empty when it has a time.
     detail : str
         For a person.
+    scale : float
+        What the times were multiplied with, so that they compare with the default's.
     """
 
     choices: Choices
     latency_us: Latency | None = None
     reason: str = ""
     detail: str = ""
+    scale: float = 1.0
 
     @property
     def key(self) -> str:
@@ -56,7 +59,7 @@ class Trial:
         """Return plain data."""
         data: dict[str, Any] = {"choices": self.choices}
         if self.latency_us is not None:
-            return data | {"latency_us": asdict(self.latency_us)}
+            return data | {"latency_us": asdict(self.latency_us), "scale": self.scale}
         return data | {"reason": self.reason, "detail": self.detail}
 
     @classmethod
@@ -68,4 +71,5 @@ class Trial:
             latency_us=Latency(**latency) if latency else None,
             reason=str(data.get("reason", "")),
             detail=str(data.get("detail", "")),
+            scale=float(data.get("scale", 1.0)),
         )

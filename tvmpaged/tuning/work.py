@@ -127,6 +127,7 @@ class Work:
             target=self.target,
             workload=setting.workload,
             merge=self._compile_merge(),
+            default=self._default(),
             rotation_bytes=setting.rotation_bytes,
             seed=seed,
         )
@@ -137,13 +138,15 @@ class Work:
             task.answers = {each.key: each for each in earlier.trials}
         elif earlier is not None:
             known = earlier.trials
+            default = choices_key(task.default)
+            task.answers = {each.key: each for each in known if each.key == default}
         run_id = earlier.mlflow_run_id if earlier is not None else None
         if self.runs is not None:
             run_id = self.runs.start_spec(
                 self.spec, self.target, setting, self.settings.seed, run_id
             )
         log.start(setting, self.settings.seed, run_id)
-        starts = [self._default(), *self._neighbours()]
+        starts = [task.default, *self._neighbours()]
         session = Session(task, seed, self.settings.trials, self.deadline, starts, known)
         return session, run_id
 
