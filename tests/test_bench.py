@@ -33,11 +33,45 @@ def test_a_spec_without_sizes_is_refused(base_bundle: Path) -> None:
         bench([Case(SPEC.generic(), 2, 2, 40, 1)], bundle=str(base_bundle))
 
 
+def _rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+    assert main(["bench", *arguments, "--context", "64", "--rounds", "5", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["schema_version"] == 1
+    return list(printed["rows"])
+
+
 def test_the_command_prints_json_alone(
     base_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", "--spec", str(SPEC), "--bundle", str(base_bundle), "--context", "64"]
-    assert main([*arguments, "--rounds", "5", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["schema_version"] == 1
-    assert printed["rows"][0]["spec"] == str(SPEC)
+    (row,) = _rows(capsys, str(base_bundle), "--spec", str(SPEC))
+    assert row["spec"] == str(SPEC)
+    assert row["num_kv_heads"] == 8
+
+
+def test_the_heads_that_were_named_are_the_ones_measured(
+    base_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--num-qo-heads", "6", "--num-kv-heads", "2", "--head-dim", "64"]
+    (row,) = _rows(capsys, str(base_bundle), *sizes, "--dtype", "float32", "--kernel", "decode")
+    assert (row["spec"], row["num_kv_heads"]) == (str(SPEC), 2)
+
+
+def test_a_bundle_alone_is_measured_whole(
+    base_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TVMPAGED_BUNDLE", str(base_bundle))
+    arguments = ["package", "--spec", str(SPEC), "--out", str(tmp_path / "bundle")]
+    assert main([*arguments, "--records", str(tmp_path / "none")]) == 0
+    capsys.readouterr()
+    (row,) = _rows(capsys, str(tmp_path / "bundle"))
+    assert (row["spec"], row["kind"]) == (str(SPEC), "default")
+
+
+def test_a_bundle_without_sizes_needs_specs(
+    base_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(base_bundle)]) == 2
+    assert "name specs" in capsys.readouterr().err

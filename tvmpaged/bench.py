@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvmpaged.cpu import num_threads
+from tvmpaged.bundle import host_for, resolve, scan
+from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.runtime.attention import PagedAttention
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, AttentionSpec
 
@@ -147,6 +149,31 @@ def bench(
         rows.append(_measure(case, bundle, against_torch, rounds, seed))
         on_row(rows[-1])
     return rows
+
+
+def specs_in(bundle: str) -> list[AttentionSpec]:
+    """Return the specs of a bundle's attention kernels that run here and fix their sizes.
+
+    Raises
+    ------
+    ValueError
+        When there is none.
+    """
+    host = host_for(native_target())
+    found = [
+        artifact.spec
+        for folder in scan(Path(bundle))
+        for artifact in (folder.manifest.artifacts if folder.manifest else ())
+        if artifact.spec.kernel in ATTENTION_KERNELS
+        and not artifact.spec.is_generic
+        and resolve(artifact.spec, host, [folder]).accepted
+    ]
+    if not found:
+        raise ValueError(
+            f"bundle={bundle!r} holds no attention kernel for this machine that fixes its sizes; "
+            "name specs (tvmpaged show tells what is in it)"
+        )
+    return list(dict.fromkeys(found))
 
 
 def _measure(case: Case, bundle: str | None, against_torch: bool, rounds: int, seed: int) -> Row:

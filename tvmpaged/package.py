@@ -73,6 +73,8 @@ def parse_target(text: str) -> TargetKey:
     ValueError
         When it is none.
     """
+    if text == "cuda":
+        raise ValueError("target='cuda' is not supported yet; allowed: native, cpu/<name>")
     return native_target() if text == "native" else TargetKey.parse(text)
 
 

@@ -6,41 +6,54 @@ import typer
 
 from tvmpaged.cli.console import JsonFlag, print_json, print_table, say
 from tvmpaged.cli.errors import ExitCode
-from tvmpaged.cli.spec_options import SpecFlags, takes_specs
+from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 
-EXAMPLE = (
-    "tvmpaged bench --group-size 3 --head-dim 64 --block-size 16 --dtype float32 --kernel decode"
-)
+EXAMPLE = """
+tvmpaged bench bundles
+tvmpaged bench --num-qo-heads 9 --num-kv-heads 3 --head-dim 64 --dtype float32 --kernel decode
+"""
+
+#: Of a spec that came without a number of heads.
+_NUM_KV_HEADS = 8
 
 
 @takes_specs
 def run(
     specs: SpecFlags,
-    kv_heads: Annotated[int, typer.Option(min=1, help="K/V heads.")] = 8,
+    bundle: Annotated[
+        str | None,
+        typer.Argument(help="Measure its kernels; with specs, only look here first."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Keys of each sequence.")] = 1024,
     rounds: Annotated[int, typer.Option(min=5, help="How often each is timed.")] = 15,
     against: Annotated[str, typer.Option(help="torch, or none.")] = "torch",
-    bundle: Annotated[str | None, typer.Option(help="A bundle to look in first.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: JsonFlag = False,
 ) -> ExitCode:
     """Measure kernels as they are served, beside torch and a sum over the same bytes.
 
     A decode spec is measured on --batch sequences, a prefill spec on one whole prompt of --context
-    tokens. Read the ratios: both sides of one were timed in turns, in one run.
+    tokens. K/V heads are those of the flags or the model, else 8. Read the ratios: both sides of
+    one were timed in turns, in one run.
     """
     if against not in ("torch", "none"):
         raise ValueError(f"--against {against!r} is not supported; allowed: torch, none")
-    wanted = specs.required()
-    from tvmpaged.bench import SCHEMA_VERSION, Case, bench
+    wanted = specs.specs()
+    if not wanted and bundle is None:
+        wanted = specs.required()  # says how to give some
+    from tvmpaged.bench import SCHEMA_VERSION, Case, bench, specs_in
 
-    cases = [
-        Case(spec, kv_heads, batch, context, 1)
-        if spec.kernel == "decode"
-        else Case(spec, kv_heads, 1, context, context)
-        for spec in wanted
-    ]
+    if bundle is not None:
+        wanted = wanted or specs_in(bundle)
+    heads = kv_heads(specs)
+    cases = []
+    for spec in wanted:
+        count = heads.get(spec.group_size, _NUM_KV_HEADS)
+        if spec.kernel == "decode":
+            cases.append(Case(spec, count, batch, context, 1))
+        else:
+            cases.append(Case(spec, count, 1, context, context))
     rows = bench(
         cases,
         bundle=bundle,
@@ -55,6 +68,7 @@ def run(
     columns = (
         "spec",
         "kind",
+        "kv heads",
         "batch",
         "context",
         "median us",
@@ -70,6 +84,7 @@ def run(
             (
                 row.spec,
                 row.kind,
+                row.num_kv_heads,
                 row.batch,
                 row.context,
                 f"{row.median_us:.0f}",

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.specs_from import SpecRequest, matrix_specs
+from tvmpaged.specs_from import SpecRequest, group_size, matrix_specs, model_shape
 
 Result = TypeVar("Result")
 
@@ -100,6 +100,18 @@ class SpecFlags:
                 "--num-kv-heads 3 --head-dim 64 --block-size 16, or --matrix FILE.toml"
             )
         return found
+
+
+def kv_heads(flags: SpecFlags) -> dict[int, int]:
+    """Return the K/V heads that the flags name, by group size; the first that names one counts."""
+    found: dict[int, int] = {}
+    pairs = list(zip(flags.num_qo_heads or (), flags.num_kv_heads or (), strict=False))
+    for model in flags.model or ():
+        shape = model_shape(model)
+        pairs.append((shape.num_qo_heads, shape.num_kv_heads))
+    for num_qo_heads, num_kv_heads in pairs:
+        found.setdefault(group_size(num_qo_heads, num_kv_heads), num_kv_heads)
+    return found
 
 
 def _split(values: Iterable[str]) -> list[str]:

@@ -8,8 +8,7 @@ import typer
 
 from tvmpaged.cli.console import JsonFlag, print_json, print_table, say, warn
 from tvmpaged.cli.errors import ExitCode
-from tvmpaged.cli.spec_options import SpecFlags, takes_specs
-from tvmpaged.specs_from import group_size, model_shape
+from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 
 if TYPE_CHECKING:
     from tvmpaged.tune import Estimate, Tuned
@@ -91,18 +90,6 @@ def parse_seconds(text: str | None) -> float | None:
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"--time-limit {text!r} cannot be read; write 90s, 10m or 2h")
     return float(match[1]) * _SECONDS[match[2]]
-
-
-def kv_heads(flags: SpecFlags) -> dict[int, int]:
-    """Return the K/V heads that the flags name, by group size; the first that names one counts."""
-    found: dict[int, int] = {}
-    pairs = list(zip(flags.num_qo_heads or (), flags.num_kv_heads or (), strict=False))
-    for model in flags.model or ():
-        shape = model_shape(model)
-        pairs.append((shape.num_qo_heads, shape.num_kv_heads))
-    for num_qo_heads, num_kv_heads in pairs:
-        found.setdefault(group_size(num_qo_heads, num_kv_heads), num_kv_heads)
-    return found
 
 
 def _print_plan(plan: "list[Estimate]", json: bool) -> None:
