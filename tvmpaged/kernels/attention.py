@@ -12,8 +12,9 @@ schedule's business. What no schedule primitive expresses is a choice that chang
 ``step`` "rows" (`step_rows`, few rows) or "columns" (`step_columns`, many), the tile sizes, and how
 far ahead and into which cache level K and V are prefetched.
 
-Numbers. q is widened to float32 and scaled by ``sm_scale * log2(e)`` there, never in 16 bit;
-scores, probabilities and sums are float32. A key that a row may not see is masked with a select, so
+Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
+of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and
+sums are float32. A key that a row may not see is masked with a select, so
 NaN in an unused slot does not reach a score, and its V row is not used (0 x NaN is NaN).
 
 Offsets into the cache are 64-bit: block ids are widened before they meet a stride.
@@ -21,7 +22,6 @@ Offsets into the cache are 64-bit: block ids are widened before they meet a stri
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import tvm
@@ -31,8 +31,6 @@ from tvmpaged.kernels import step_columns, step_rows
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.worklist import ITEM_FIELDS, Item
-
-LN2 = math.log(2.0)
 
 
 def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
@@ -72,7 +70,6 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
         row_end,
         visible,
         kv_end,
-        sm_scale,
         q_rows,
         limit,
         acc,
@@ -105,11 +102,11 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                             if columns:
                                 q_rows[vo * lanes + vx, vr] = T.Cast(
                                     "float32", q[token, head, vo * lanes + vx]
-                                ) * (sm_scale * T.float32(1.0 / LN2))
+                                )
                             else:
                                 q_rows[vr, vo * lanes + vx] = T.Cast(
                                     "float32", q[token, head, vo * lanes + vx]
-                                ) * (sm_scale * T.float32(1.0 / LN2))
+                                )
         for r, do in T.grid(rows, t.vectors_v):
             for x in T.vectorized(lanes):
                 with T.sblock("start_acc"):
@@ -134,7 +131,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                 row_lse[vr] = T.if_then_else(
                     total[vr] == T.float32(0),
                     T.float32(NEG_INF),
-                    row_max[vr] * T.float32(LN2) + T.log(total[vr]),
+                    row_max[vr] + T.log(total[vr]),
                 )
 
     @T.inline
@@ -252,7 +249,6 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                     row_end,
                                     visible,
                                     kv_end,
-                                    sm_scale,
                                     q_rows,
                                     limit,
                                     acc,
@@ -275,6 +271,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                             key,
                                             kv_end,
                                             limit,
+                                            sm_scale,
                                             row_max,
                                             row_sum,
                                             acc,

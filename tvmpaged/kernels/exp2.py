@@ -7,8 +7,13 @@
 
 from __future__ import annotations
 
+import math
+
 from numpy.polynomial import Chebyshev, Polynomial
 from tvm import tirx
+
+#: e**x = 2**(x * LOG2E).
+LOG2E = 1.0 / math.log(2.0)
 
 #: Below this 2**x is flushed to exactly 0: the exponent bits of 2**-127 are all zero.
 FLUSH_BELOW = -127.0

@@ -7,19 +7,16 @@ its values are.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.exp2 import exp2
+from tvmpaged.kernels.exp2 import LOG2E, exp2
 from tvmpaged.kernels.tile import NEG_INF
 from tvmpaged.spec import MAX_HEAD_DIM, AttentionSpec
 from tvmpaged.worklist import MERGE_FIELDS, Merge
-
-LOG2E = 1.0 / math.log(2.0)
 
 #: -inf as it is stored. Compared as bits, for a NaN is "unequal" to no float in compiled code, and
 #: must not pass for a part that saw nothing.

@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.exp2 import exp2
+from tvmpaged.kernels.exp2 import LOG2E, exp2
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 
@@ -81,7 +81,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
     lanes, keys, vectors = t.lanes, t.keys, t.rows // t.lanes
 
     @T.inline
-    def softmax(scores, limit, key, row_max, row_sum, rescale):
+    def softmax(scores, limit, key, sm_scale, row_max, row_sum, rescale):
         base = T.sblock_alloc_buffer((t.rows,), "float32")
         for ro in range(vectors):
             for x in T.vectorized(lanes):
@@ -94,7 +94,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                     vr, vk, vx = T.axis.remap("SRS", [ro, k, x])
                     scores[vk, vr * lanes + vx] = T.Select(
                         key + vk < limit[vr * lanes + vx],
-                        scores[vk, vr * lanes + vx],
+                        scores[vk, vr * lanes + vx] * sm_scale,
                         T.float32(NEG_INF),
                     )
                     base[vr * lanes + vx] = T.max(
@@ -108,7 +108,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                     rescale[vr * lanes + vx] = T.Select(
                         base[vr * lanes + vx] == T.float32(NEG_INF),
                         T.float32(0),
-                        row_max[vr * lanes + vx] - base[vr * lanes + vx],
+                        (row_max[vr * lanes + vx] - base[vr * lanes + vx]) * T.float32(LOG2E),
                     )
                     rescale[vr * lanes + vx] = exp2(rescale[vr * lanes + vx])
                     row_max[vr * lanes + vx] = base[vr * lanes + vx]
@@ -126,7 +126,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                     vr, vk, vx = T.axis.remap("SRS", [ro, k, x])
                     scores[vk, vr * lanes + vx] = (
                         scores[vk, vr * lanes + vx] - base[vr * lanes + vx]
-                    )
+                    ) * T.float32(LOG2E)
                     scores[vk, vr * lanes + vx] = exp2(scores[vk, vr * lanes + vx])
                     row_sum[vr * lanes + vx, 0] = (
                         row_sum[vr * lanes + vx, 0] + scores[vk, vr * lanes + vx]
@@ -172,6 +172,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         key,
         kv_end,
         limit,
+        sm_scale,
         row_max,
         row_sum,
         acc,
@@ -182,7 +183,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         rescale = T.sblock_alloc_buffer((t.rows,), "float32")
         load(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, k_tile, v_tile)
         score(q_columns, k_tile, scores)
-        softmax(scores, limit, key, row_max, row_sum, rescale)
+        softmax(scores, limit, key, sm_scale, row_max, row_sum, rescale)
         weigh(scores, rescale, v_tile, acc)
 
     return step

@@ -13,7 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.exp2 import exp2
+from tvmpaged.kernels.exp2 import LOG2E, exp2
 from tvmpaged.kernels.fold import fold_lanes, fold_rows
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
@@ -128,7 +128,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
     fold = fold_lanes(T.max, lanes)
 
     @T.inline
-    def softmax(scores, probs, limit, key, row_max, row_sum, rescale):
+    def softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale):
         tops = T.sblock_alloc_buffer((rows, lanes), "float32")
         base = T.sblock_alloc_buffer((rows,), "float32")
         for r in range(rows):
@@ -142,7 +142,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                     vr, vo, vx = T.axis.remap("SRS", [r, ko, x])
                     scores[vr, vo * lanes + vx] = T.Select(
                         key + vo * lanes + vx < limit[vr],
-                        scores[vr, vo * lanes + vx],
+                        scores[vr, vo * lanes + vx] * sm_scale,
                         T.float32(NEG_INF),
                     )
                     tops[vr, vx] = T.max(tops[vr, vx], scores[vr, vo * lanes + vx])
@@ -155,7 +155,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                 # A row that has seen no key yet has -inf as its maximum; 0 stands in for it as the
                 # base of the exponentials, so that no -inf is subtracted from another.
                 base[vr] = T.Select(tops[vr, 0] == T.float32(NEG_INF), T.float32(0), tops[vr, 0])
-                rescale[vr] = row_max[vr] - base[vr]
+                rescale[vr] = (row_max[vr] - base[vr]) * T.float32(LOG2E)
                 rescale[vr] = exp2(rescale[vr])
                 row_max[vr] = tops[vr, 0]
         for r in range(rows):
@@ -167,7 +167,9 @@ def _softmax(t: Tile) -> Callable[..., Any]:
             for x in T.vectorized(lanes):
                 with T.sblock("probs"):
                     vr, vo, vx = T.axis.remap("SRS", [r, ko, x])
-                    probs[vr, vo * lanes + vx] = scores[vr, vo * lanes + vx] - base[vr]
+                    probs[vr, vo * lanes + vx] = (
+                        scores[vr, vo * lanes + vx] - base[vr]
+                    ) * T.float32(LOG2E)
                     probs[vr, vo * lanes + vx] = exp2(probs[vr, vo * lanes + vx])
                     row_sum[vr, vx] = row_sum[vr, vx] + probs[vr, vo * lanes + vx]
 
@@ -243,6 +245,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         key,
         kv_end,
         limit,
+        sm_scale,
         row_max,
         row_sum,
         acc,
@@ -251,7 +254,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         probs = T.sblock_alloc_buffer((rows, keys), "float32")
         rescale = T.sblock_alloc_buffer((rows,), "float32")
         score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, scores)
-        softmax(scores, probs, limit, key, row_max, row_sum, rescale)
+        softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
         weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, acc)
 
     return step
