@@ -100,7 +100,7 @@ class Engine:
         enable_prefix_caching : bool
             Keep blocks for prompts that start alike.
         device : str
-            ``"cpu"`` or ``"cuda"``.
+            ``"cpu"``.
         dtype : str or torch.dtype, optional
             By default the checkpoint's, and float32 for GGUF.
         revision : str, optional

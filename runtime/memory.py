@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tvmpaged.runtime.errors import checked_int
 from tvmpaged.spec import DTYPE_BYTES
 
 _GIB = 2**30
@@ -55,15 +56,15 @@ def num_blocks_for(
 
     Raises
     ------
-    ValueError
-        When it is no block at all.
+    ValueError, TypeError
+        When it is no block at all, or no number.
     """
     if num_blocks is not None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} must be at least 1")
-        return num_blocks
+        return checked_int("num_blocks", num_blocks, 1)
     given = cache_bytes is not None
-    size = cache_bytes if cache_bytes is not None else default_cache_bytes(device)
+    size = default_cache_bytes(device)
+    if cache_bytes is not None:
+        size = checked_int("kv_cache_memory_bytes", cache_bytes, 1)
     found = size // block
     if found < 1:
         name = "kv_cache_memory_bytes" if given else "the free memory's share"

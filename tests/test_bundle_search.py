@@ -37,9 +37,10 @@ def test_the_search_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     entry_point(monkeypatch, "os:getcwd")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TVMPAGED_BUNDLE", os.pathsep.join(("/first", "", "/second")))
-    folders = search("/argument")
+    (tmp_path / "mine").mkdir()
+    folders = search(tmp_path / "mine")
     assert [(each.source, str(each.bundle)) for each in folders[:5]] == [
-        ("argument", "/argument"),
+        ("argument", str(tmp_path / "mine")),
         ("TVMPAGED_BUNDLE", "/first"),
         ("TVMPAGED_BUNDLE", "/second"),
         ("user cache", str(tmp_path / "cache" / "tvmpaged" / "bundles")),
@@ -147,3 +148,8 @@ def test_this_machines_facts() -> None:
     assert found.tvm_ffi_version.startswith("0.1.")
     assert found.runtime_version.startswith("0.27")
     assert host_for(V3, "0.28.1").runtime_version == "0.28.1"
+
+
+def test_an_argument_that_names_no_folder_is_no_bundle_to_pass_over(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nope' is no folder"):
+        search(tmp_path / "nope")

@@ -79,9 +79,13 @@ def search(bundle: str | os.PathLike[str] | None = None) -> list[Folder]:
 
     Raises
     ------
+    FileNotFoundError
+        When the argument names no folder: a slip of the pen, not a bundle that does not fit.
     BundleError
         When that key cannot be read.
     """
+    if bundle is not None and not Path(bundle).is_dir():
+        raise FileNotFoundError(f"bundle={os.fspath(bundle)!r} is no folder")
     key = _required_key()
     places: list[tuple[Path | str, str]] = []
     if bundle is not None:
