@@ -82,10 +82,10 @@ class PagedAttention:
         specs = attention_specs(
             num_qo_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_layout, device
         )
-        self.num_qo_heads = num_qo_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.block_size = block_size
+        self.num_qo_heads = int(num_qo_heads)
+        self.num_kv_heads = int(num_kv_heads)
+        self.head_dim = specs["decode"].head_dim
+        self.block_size = specs["decode"].block_size
         self.dtype = getattr(torch, specs["decode"].q_dtype)
         self.kv_dtype = getattr(torch, specs["decode"].kv_dtype)
         self.kv_layout = specs["decode"].layout
@@ -95,7 +95,7 @@ class PagedAttention:
         self._last_plan: Callable[[], Plan | None] = lambda: None
         self._signature = (
             *(k.description["sha256"] for k in self._kernels.values()),
-            *(num_qo_heads, num_kv_heads, head_dim, block_size, self.kv_layout),
+            *(self.num_qo_heads, self.num_kv_heads, self.head_dim, self.block_size, self.kv_layout),
         )
 
     @classmethod
@@ -174,9 +174,8 @@ class PagedAttention:
         ValueError
             When a number is not positive, or the memory cannot be had.
         """
-        layers = 1 if num_layers is None else num_layers
-        for name, value in (("num_blocks", num_blocks), ("num_layers", layers)):
-            check_count(name, value)
+        layers = 1 if num_layers is None else check_count("num_layers", num_layers)
+        num_blocks = check_count("num_blocks", num_blocks)
         shape = self.cache_shape(num_blocks)
         needed = 2 * layers * math.prod(shape) * self.kv_dtype.itemsize
         too_much = f"num_blocks={num_blocks} and num_layers={layers} need {needed} bytes"

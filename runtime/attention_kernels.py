@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from tvmpaged.runtime.kernel_set import Kernel, load_kernel
@@ -13,12 +14,17 @@ from tvmpaged.runtime.reference_kernels import reference_kernel
 from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec
 
 
-def check_count(name: str, value: Any) -> None:
-    """Refuse what is no positive int, by name."""
-    if not isinstance(value, int) or isinstance(value, bool):
+#: Far above any model; keeps what is computed from it within 64 bits.
+MAX_KV_HEADS = 2**16
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a positive int; refuses anything else by name."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an int")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
+    return int(value)
 
 
 def attention_specs(
@@ -32,17 +38,16 @@ def attention_specs(
     device: str | torch.device,
 ) -> dict[str, AttentionSpec]:
     """Return the spec of each kernel an instance needs; refuses what none can serve."""
-    for name, value in (
-        ("num_qo_heads", num_qo_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("block_size", block_size),
-    ):
-        check_count(name, value)
+    num_qo_heads = check_count("num_qo_heads", num_qo_heads)
+    num_kv_heads = check_count("num_kv_heads", num_kv_heads)
+    head_dim = check_count("head_dim", head_dim)
+    block_size = check_count("block_size", block_size)
     if num_qo_heads % num_kv_heads:
         raise ValueError(
             f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}"
         )
+    if num_kv_heads > MAX_KV_HEADS:
+        raise ValueError(f"num_kv_heads={num_kv_heads} is more than {MAX_KV_HEADS}")
     if num_qo_heads // num_kv_heads > MAX_GROUP_SIZE:
         raise ValueError(
             f"num_qo_heads={num_qo_heads} is more than {MAX_GROUP_SIZE} times "

@@ -348,7 +348,11 @@ def doors(bundle: str) -> list[Door]:
             PagedAttention,
             constructor,
             {
-                "num_qo_heads": [*SIZE, Change("7", lambda _: 7)],
+                "num_qo_heads": [
+                    *SIZE,
+                    Change("7", lambda _: 7),
+                    Change("NumPy int", np.int64, legal=True),
+                ],
                 "num_kv_heads": [*SIZE, Change("4", lambda _: 4)],
                 "head_dim": [*SIZE, *(Change(str(x), lambda _, x=x: x) for x in (12, 264, 1024))],
                 "block_size": [*SIZE, Change("257", lambda _: 257)],
@@ -365,7 +369,11 @@ def doors(bundle: str) -> list[Door]:
             attn.new_cache,
             {"num_blocks": 3, "num_layers": 2},
             {
-                "num_blocks": [*SIZE, *(Change(f"2**{x}", lambda _, x=x: 2**x) for x in (45, 62))],
+                "num_blocks": [
+                    Change("NumPy int", np.int32, legal=True),
+                    *SIZE,
+                    *(Change(f"2**{x}", lambda _, x=x: 2**x) for x in (45, 62)),
+                ],
                 "num_layers": [*SIZE[1:]],
             },
         ),
