@@ -13,7 +13,6 @@ from tvmpaged.runtime.plan import PHASES
 from tvmpaged.runtime.reference_kernels import reference_kernel
 from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec
 
-
 #: Far above any model; keeps what is computed from it within 64 bits.
 MAX_KV_HEADS = 2**16
 
