@@ -100,6 +100,17 @@ def test_the_default_comes_first_and_nothing_comes_twice() -> None:
     assert len(set(keys)) == len(keys) == 2 * BATCH
 
 
+def test_what_is_known_is_not_proposed_however_good() -> None:
+    source, random = candidates(), np.random.default_rng(5)
+    search = strategy([trial(source.draw(random)) for _ in range(200)])
+    known = set(search.trials)
+    best = min(search.trials.values(), key=lambda each: each.median_us)
+    for _ in range(200):
+        each = trial(source.vary(best.choices, random))
+        search.trials[each.key] = each
+    assert not {choices_key(each) for each in search.propose(50)} & (known | set(search.trials))
+
+
 def test_a_batch_follows_the_model_and_keeps_exploring() -> None:
     source, random = candidates(), np.random.default_rng(5)
     search = strategy([trial(source.draw(random)) for _ in range(BATCH)])
@@ -148,6 +159,18 @@ def test_the_seed_decides_what_is_proposed(tmp_path: Path) -> None:
     assert set(first) != set(other)
 
 
+def test_the_seed_also_decides_what_the_model_guesses_before_it_knows(tmp_path: Path) -> None:
+    default = schedules.default_choices(SPEC, TARGET)
+    measured = []
+    for name in "ab":
+        machine = FakeMachine(tmp_path / name)
+        # With one sample in the first batches the model answers at random.
+        machine.broken = lambda choices: "step" in choices and choices != default
+        work(machine, tmp_path / name, seed=3, trials=3 * BATCH).run()
+        measured.append(machine.compiled)
+    assert measured[0] == measured[1]
+
+
 def test_the_search_finds_what_random_draws_do_not(tmp_path: Path) -> None:
     _, record = proposed(tmp_path, 1, trials=64)
     source, random = candidates(), np.random.default_rng(1)
@@ -176,7 +199,8 @@ def test_failures_are_counted_by_reason_and_never_win(tmp_path: Path) -> None:
 
 
 def test_a_tie_goes_to_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tune_tools.known_us", lambda choices: 100.0 + len(choices["step"]) / 1e3)
+    default = schedules.default_choices(SPEC, TARGET)
+    monkeypatch.setattr("tune_tools.known_us", lambda choices: 100.0 + 0.5 * (choices == default))
     record = work(FakeMachine(tmp_path), tmp_path, trials=16).run()
     assert record.is_default
     assert record.choices == schedules.default_choices(SPEC, TARGET)

@@ -212,8 +212,10 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     # Its time is the default's by the ratio of this run.
     assert timed.latency_us is not None
     assert 0.2 * trial.median_us < timed.median_us < 5 * trial.median_us
-    assert not task.machine.path(SPEC, choices_key(other)).exists()
-    assert task.machine.path(SPEC, choices_key(default)).exists()
+    assert task.artifact(default).exists()
+    assert task.artifact(other).exists() == (
+        timed.median_us <= metaschedule.HOPELESS * trial.median_us
+    )
 
 
 def test_the_pool_is_set_up_as_serving_does(task: Task) -> None:

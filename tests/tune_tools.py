@@ -45,6 +45,8 @@ class FakeMachine:
     ) -> None:
         self.folder = folder
         self.fate = fate
+        self.broken: Callable[[Choices], bool] = lambda _choices: False
+        self.compiled: list[str] = []
         self.measured: list[str] = []
         self.stop = False
         self.compilers: list[Any] = []
@@ -56,7 +58,8 @@ class FakeMachine:
         return self.folder / f"{key}.so"
 
     def compile(self, spec: Any, target: Any, choices: Sequence[Choices]) -> list[Answer]:
-        return [Answer({}) for _ in choices]
+        self.compiled += [choices_key(each) for each in choices]
+        return [Answer({"error": "broken"} if self.broken(each) else {}) for each in choices]
 
     def measure(
         self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any

@@ -15,7 +15,7 @@ NUM_FINALISTS = 3
 #: What a candidate must gain over the default, and over a simpler one, to be worth its place.
 MIN_GAIN = 0.01
 MIN_SECONDS = 0.5
-MAX_SECONDS_EACH = 2.0
+MAX_SECONDS_EACH = 1.5
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ def decide(task: Task, default: Choices, trials: Sequence[Trial]) -> Result:
     contenders = [each.choices for each in timed if each.key != choices_key(default)]
     contenders = [default, *contenders[:NUM_FINALISTS]]
     failures: list[Trial] = []
-    answers = task.machine.compile(task.spec, task.target, contenders)
-    for choices, answer in zip(list(contenders), answers, strict=True):
+    missing = [each for each in contenders if not task.artifact(each).exists()]
+    answers = task.machine.compile(task.spec, task.target, missing)
+    for choices, answer in zip(missing, answers, strict=True):
         failure = failed(choices, answer, "compile")
         if failure is not None:
             _stop_if_interrupted(failure)

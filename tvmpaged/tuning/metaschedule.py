@@ -155,8 +155,7 @@ class Task:
     def compile(self, batch: Sequence[Choices]) -> None:
         """Compile what has no answer yet; failures become answers."""
         new = [each for each in batch if choices_key(each) not in self.answers]
-        yardstick = self.machine.path(self.spec, choices_key(self.default))
-        if new and self.default not in new and not yardstick.exists():
+        if new and self.default not in new and not self.artifact(self.default).exists():
             new.append(self.default)
         answers = self.machine.compile(self.spec, self.target, new)
         for choices, answer in zip(new, answers, strict=True):
@@ -179,9 +178,15 @@ class Task:
                 hopeless_speedup=0.0 if unit is None else self._hopeless_speedup(unit),
             )
             self.answers[key] = failed(choices, answer, "run") or _timed(choices, answer, unit)
-            if choices != self.default:
+            # What may still win is kept for the finalists.
+            best = min(each.median_us for each in self.answers.values())
+            if choices != self.default and self.answers[key].median_us > HOPELESS * best:
                 self.machine.path(self.spec, key).unlink(missing_ok=True)
         return self.answers[key]
+
+    def artifact(self, choices: Choices) -> Path:
+        """Return where a candidate's artifact lies, if it is still there."""
+        return self.machine.path(self.spec, choices_key(choices))
 
     def _hopeless_speedup(self, unit: Trial) -> float:
         best = min(each.median_us for each in self.answers.values())

@@ -136,11 +136,7 @@ class Session:
         return wanted if left > 0 else 0
 
     def _trials_of(self, keys: Sequence[str]) -> list[Trial]:
-        batch = [self.task.answers[key] for key in keys]
-        for each in batch:
-            if each.reason == "interrupted":
-                del self.task.answers[each.key]
-        return batch
+        return [self.task.answers[key] for key in keys]
 
     def _took(self, batch: list[Trial]) -> None:
         seconds = (time.monotonic() - self._batch_began) / max(1, len(batch))
