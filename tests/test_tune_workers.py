@@ -389,6 +389,21 @@ def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
     assert len(rounds) >= timing.MIN_REPEATS
 
 
+def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
+    """The first starts threads twice, so a busy machine makes it look slow; at best it is not."""
+    random = np.random.default_rng(0)
+
+    def taken(us: float, mean_delay_us: float) -> timing._Taken:
+        delay = random.exponential(mean_delay_us)
+        return timing._Taken(us + delay, False, delay / us)
+
+    rounds = [[taken(500, 3000), taken(540, 1000)] for _ in range(300)]
+    assert np.median([a.us / b.us for a, b in rounds]) > 1.2
+    assert timing._speedup(rounds, 1) < 1.3
+    quiet = [[timing._Taken(500, True, 0), timing._Taken(400, True, 0)] for _ in range(5)]
+    assert timing._speedup(rounds + quiet, 1) == 1.25
+
+
 def test_a_hopeless_candidate_is_let_go_after_the_least_repeats() -> None:
     count = [0]
 

@@ -82,7 +82,7 @@ class Record:
         Of these choices and of the untuned default, timed in turns in one run.
     speedup : float
         The default's time by the winner's: the lesser of the medians' ratio and the median of
-        the rounds' ratios.
+        the undisturbed rounds' ratios (of tenth percentiles, when those rounds were too few).
     gb_per_s, gflop_per_s : float or None
         What bounds the kernel: bytes of K and V read (decode) or operations (prefill), per second.
     workload : dict

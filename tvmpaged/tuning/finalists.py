@@ -31,8 +31,8 @@ class Result:
     latency_us, default_latency_us : Latency
         Times of one run, taken in turns.
     speedup : float
-        The default's time by the winner's: the lesser of the medians' ratio and the median of
-        the rounds' ratios.
+        The default's time by the winner's: the lesser of the medians' ratio and the one that
+        `tvmpaged.tuning.timing` gives.
     failures : list of Trial
         Finalists that failed now.
     """

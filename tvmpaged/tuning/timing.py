@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 MIN_REPEATS = 5
 #: Waiting for a core, as a share of a call's time, above which a call is set aside.
 MAX_WAITING = 0.03
@@ -27,11 +29,11 @@ class Samples:
     Parameters
     ----------
     times_us : tuple of float
-        Undisturbed calls; when there were too few, the least disturbed ones.
+        Calls of undisturbed rounds; when there were too few, of the least disturbed ones.
     disturbed : int
         Calls that were set aside, or should have been.
     speedup : float
-        Median of the first contender's time by this one's, round by round.
+        The first contender's time by this one's.
     """
 
     times_us: tuple[float, ...]
@@ -99,25 +101,37 @@ def measure(
     for call in calls:
         call()  # pages, caches, branch predictors, and the pool's threads
     queue = RunQueue()
-    taken: list[list[_Taken]] = [[] for _ in calls]
+    rounds: list[list[_Taken]] = []
     begin = time.perf_counter()
     try:
-        for index in range(10_000_000):
-            for turn in range(len(calls)):
-                which = (index + turn) % len(calls)
-                taken[which].append(_once(calls[which], queue))
+        while True:
+            rounds.append(_round(calls, len(rounds), queue))
             seconds = time.perf_counter() - begin
-            clean = min(sum(1 for each in one if each.clean) for one in taken)
-            if index + 1 < MIN_REPEATS:
+            if len(rounds) < MIN_REPEATS:
                 continue
-            lost = len(calls) == 2 and _speedup(*taken) < hopeless_speedup
-            if lost or clean >= max_repeats or seconds >= max_seconds:
-                break
-            if clean >= MIN_REPEATS and seconds >= min_seconds:
+            clean = sum(1 for each in rounds if _clean(each))
+            lost = len(calls) == 2 and _speedup(rounds, 1) < hopeless_speedup
+            enough = clean >= MIN_REPEATS and seconds >= min_seconds
+            if lost or enough or clean >= max_repeats or seconds >= max_seconds:
                 break
     finally:
         queue.close()
-    return [_samples(taken[0], each) for each in taken]
+    chosen = _undisturbed(rounds)
+    return [
+        Samples(
+            times_us=tuple(each[which].us for each in chosen),
+            disturbed=sum(1 for each in rounds if not each[which].clean),
+            speedup=_speedup(rounds, which),
+        )
+        for which in range(len(calls))
+    ]
+
+
+def _round(calls: Sequence[Callable[[], None]], index: int, queue: RunQueue) -> list[_Taken]:
+    """Time each contender once, beginning with another one each round."""
+    order = [(index + turn) % len(calls) for turn in range(len(calls))]
+    taken = {which: _once(calls[which], queue) for which in order}
+    return [taken[which] for which in range(len(calls))]
 
 
 def _once(call: Callable[[], None], queue: RunQueue) -> _Taken:
@@ -130,21 +144,30 @@ def _once(call: Callable[[], None], queue: RunQueue) -> _Taken:
     return _Taken(spent / 1e3, clean, waited / max(1, spent))
 
 
-def _samples(first: list[_Taken], taken: list[_Taken]) -> Samples:
-    clean = [each for each in taken if each.clean]
-    if len(clean) < MIN_REPEATS:
-        clean = sorted(taken, key=lambda each: each.waiting)[:MIN_REPEATS]
-    disturbed = sum(1 for each in taken if not each.clean)
-    return Samples(tuple(each.us for each in clean), disturbed, _speedup(first, taken))
+def _clean(taken: list[_Taken]) -> bool:
+    return all(each.clean for each in taken)
 
 
-def _speedup(first: list[_Taken], taken: list[_Taken]) -> float:
-    """Return the median of the rounds' ratios.
+def _undisturbed(rounds: list[list[_Taken]]) -> list[list[_Taken]]:
+    """Return the rounds that nothing disturbed; when they are too few, those that waited least.
 
-    Over the undisturbed rounds; when they are too few, over all: what disturbs one contender of a
-    round often disturbs the other.
+    Whole rounds, so that all contenders' times come from the same moments.
     """
-    rounds = list(zip(first, taken, strict=True))
-    clean = [(a, b) for a, b in rounds if a.clean and b.clean]
-    chosen = clean if len(clean) >= MIN_REPEATS else rounds
-    return statistics.median(a.us / b.us for a, b in chosen)
+    clean = [each for each in rounds if _clean(each)]
+    if len(clean) >= MIN_REPEATS:
+        return clean
+    count = max(MIN_REPEATS, len(rounds) // 4)
+    return sorted(rounds, key=lambda each: sum(one.waiting for one in each))[:count]
+
+
+def _speedup(rounds: list[list[_Taken]], which: int) -> float:
+    """Return the first contender's time by another's.
+
+    The median of the undisturbed rounds' ratios. When those are too few, the ratio of the tenth
+    percentiles: a disturbance only ever adds time, and it adds more to what starts more threads.
+    """
+    clean = [each for each in rounds if _clean(each)]
+    if len(clean) >= MIN_REPEATS:
+        return statistics.median(each[0].us / each[which].us for each in clean)
+    fast = [float(np.percentile([each[i].us for each in rounds], 10)) for i in (0, which)]
+    return fast[0] / fast[1]
