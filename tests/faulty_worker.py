@@ -18,6 +18,8 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(1000)
     if fault == "exit":
         os._exit(3)
+    if fault == "eat":
+        bytearray(2 << 30)
     if fault == "raise":
         raise ValueError("no such thing")
     if fault == "noise":

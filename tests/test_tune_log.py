@@ -22,6 +22,7 @@ from tvmpaged.tuning import log as trial_log
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import open_log, read_runs
 from tvmpaged.tuning.setting import Setting, cpu_caches, rotation_bytes
+from tvmpaged.tuning.summary import option_costs, steps
 from tvmpaged.tuning.trial import Trial
 from tvmpaged.tuning.workload import Workload
 
@@ -260,6 +261,19 @@ def test_caches_are_read_as_the_kernel_shows_them(tmp_path: Path) -> None:
     assert rotation_bytes(caches | {"L3": (64 << 20, 4)}, 2) == 64 << 20
     assert rotation_bytes(caches | {"L3": (1 << 30, 2)}, 2) == 256 << 20
     assert rotation_bytes({}, 2) == 64 << 20
+
+
+def test_the_summary_says_what_each_options_values_cost() -> None:
+    trials = [
+        Trial({"lanes": 8, "step": "rows"}, Latency.of([20.0])),
+        Trial({"lanes": 16, "step": "rows"}, Latency.of([10.0])),
+        Trial({"lanes": 16, "step": "columns"}, reason="crash"),
+        Trial({"lanes": 8, "step": "columns"}, Latency.of([15.0])),
+    ]
+    costs = option_costs(trials)
+    assert costs == {"lanes": {16: 1.0, 8: 1.5}, "step": {"rows": 1.0, "columns": 1.5}}
+    assert steps(trials) == [(1, 20.0), (2, 10.0)]
+    assert option_costs(trials[2:3]) == {}
 
 
 def test_the_log_holds_choices_as_plain_data(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_what_a_worker_raises_is_its_answer(worker: Process) -> None:
     assert worker.num_starts == 1
 
 
+def test_a_worker_that_wants_too_much_memory_is_refused_it() -> None:
+    worker = Process("faulty_worker", TESTS, 1 << 30)
+    try:
+        failure = metaschedule.failed({}, worker.ask({"fault": "eat"}, 30), "compile")
+        assert failure is not None
+        assert failure.reason == "memory"
+        assert worker.ask({"index": 1}, 30).reply["index"] == 1
+    finally:
+        worker.kill()
+
+
 def test_what_a_library_prints_does_not_come_between_the_answers(worker: Process) -> None:
     assert worker.ask({"fault": "noise", "index": 1}, 30).reply["index"] == 1
     assert worker.ask({"index": 2, "size": 300_000}, 30).reply["index"] == 2
@@ -81,7 +92,8 @@ def test_what_a_library_prints_does_not_come_between_the_answers(worker: Process
 def test_a_machine_starts_each_of_its_workers_once(task: Task) -> None:
     machine = task.machine
     machine.start()
-    assert [each.num_starts for each in (*machine.compilers, machine.device)] == [1, 1, 1]
+    workers = [*machine.compilers, machine.device]
+    assert [each.num_starts for each in workers] == [1] * len(workers)
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:

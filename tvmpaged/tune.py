@@ -194,10 +194,14 @@ def _machine(interrupt: Interrupt) -> Iterator[Machine]:
     }
     one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
     cores = len(os.sched_getaffinity(0))
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
         machine = Machine(
-            compilers=[Process("tvmpaged.tuning.compile_worker", one_core) for _ in range(cores)],
-            device=Process("tvmpaged.tuning.measure_worker", pool),
+            compilers=[
+                Process("tvmpaged.tuning.compile_worker", one_core, memory_bytes // (cores + 1))
+                for _ in range(cores)
+            ],
+            device=Process("tvmpaged.tuning.measure_worker", pool, memory_bytes // 2),
             folder=Path(folder),
             num_workers=threads,
             interrupted=interrupt,

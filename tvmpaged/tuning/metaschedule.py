@@ -213,7 +213,9 @@ def failed(choices: Choices, answer: Answer, stage: str) -> Trial | None:
     if "wrong" in answer.reply:
         return Trial(choices, reason="wrong", detail=answer.reply["wrong"])
     if "error" in answer.reply:
-        return Trial(choices, reason=stage, detail=answer.reply["error"][:_MAX_DETAIL])
+        detail = answer.reply["error"][:_MAX_DETAIL]
+        reason = "memory" if detail.startswith("MemoryError") else stage
+        return Trial(choices, reason=reason, detail=detail)
     return None
 
 

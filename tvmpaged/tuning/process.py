@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -34,7 +35,7 @@ class Answer:
     reply : dict
         Empty when there is none.
     reason : str
-        ``""``, ``crash``, ``time-out`` or ``interrupted``.
+        ``""``, ``crash``, ``memory``, ``time-out`` or ``interrupted``.
     detail : str
         For a person.
     seconds : float
@@ -56,16 +57,19 @@ class Process:
         Run as ``python -m module``; it calls `tvmpaged.tuning.child.serve`.
     environment : dict
         Added to this process's own.
-    cores : set of int, optional
-        The cores it may use; by default those of this process.
+    memory_bytes : int, optional
+        Data it may hold; with more its allocations fail, instead of the machine's running out.
     """
 
     def __init__(
-        self, module: str, environment: dict[str, str] | None = None, cores: set[int] | None = None
+        self,
+        module: str,
+        environment: dict[str, str] | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         self.module = module
         self.environment = environment or {}
-        self.cores = cores
+        self.memory_bytes = memory_bytes
         self.num_starts = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
@@ -104,7 +108,9 @@ class Process:
             data = os.read(self._child.stdout.fileno(), 1 << 16)
             self._buffer += data
             if not data:
-                return Answer({}, "crash", self._epitaph(), seconds)
+                detail = self._epitaph()
+                reason = "memory" if "bad_alloc" in detail else "crash"
+                return Answer({}, reason, detail, seconds)
         line, newline, rest = self._buffer.partition(b"\n")
         if newline:
             self._buffer = rest
@@ -155,8 +161,9 @@ class Process:
             # A Ctrl-C at the terminal is for the parent, which ends its workers in order.
             start_new_session=True,
         )
-        if self.cores:
-            os.sched_setaffinity(self._child.pid, self.cores)
+        if self.memory_bytes:
+            limits = (self.memory_bytes, self.memory_bytes)
+            resource.prlimit(self._child.pid, resource.RLIMIT_DATA, limits)
         self.num_starts += 1
 
     def _epitaph(self) -> str:

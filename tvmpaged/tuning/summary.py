@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tvmpaged.records import Record
 from tvmpaged.tuning.trial import Trial
@@ -46,6 +47,10 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         "",
         f"{record.trials} candidates were tried; failed: {_failures(record)}.",
         "",
+        "| option | what its values cost: the best time with each by the best of all |",
+        "|---|---|",
+        *(f"| {name} | {_worth(values)} |" for name, values in option_costs(trials).items()),
+        "",
         "| trial | best so far, us |",
         "|---|---|",
         *(f"| {index} | {best:.1f} |" for index, best in steps(trials)),
@@ -56,6 +61,27 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
 
 def _failures(record: Record) -> str:
     return ", ".join(f"{count} {name}" for name, count in record.failures.items()) or "none"
+
+
+def option_costs(trials: Sequence[Trial]) -> dict[str, dict[Any, float]]:
+    """Return what each value of each option costs, as far as the trials tell.
+
+    The cost of a value is the best time with it by the best time of all: 1.0 for the winner's own.
+    An option whose values all cost nothing is worth nothing.
+    """
+    timed = [each for each in trials if each.latency_us is not None]
+    if not timed:
+        return {}
+    best = min(each.median_us for each in timed)
+    costs: dict[str, dict[Any, float]] = {name: {} for name in timed[0].choices}
+    for each in sorted(timed, key=lambda trial: trial.median_us):
+        for name, value in each.choices.items():
+            costs[name].setdefault(value, each.median_us / best)
+    return costs
+
+
+def _worth(costs: dict[Any, float]) -> str:
+    return ", ".join(f"{value}: {cost:.2f}" for value, cost in costs.items())
 
 
 def steps(trials: Sequence[Trial]) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from tvmpaged.records import Latency
 Choices = dict[str, Any]
 
 #: Why a candidate has no time. "interrupted" says nothing about it: it is tried again.
-REASONS = ("compile", "crash", "time-out", "wrong", "run", "interrupted")
+REASONS = ("compile", "crash", "memory", "time-out", "wrong", "run", "interrupted")
 
 
 def choices_key(choices: Choices) -> str:
