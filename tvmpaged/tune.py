@@ -27,8 +27,9 @@ __all__ = ["Estimate", "Settings", "Status", "Tuned", "estimate", "parse_target"
 
 SCHEMA_VERSION = 1
 
-#: Time kept back for measuring the finalists: of a spec's share, and at most.
-FINISH_SHARE, FINISH_SECONDS = 0.25, 20.0
+#: Time kept back for the finalists: so much, and what the workers' start took (which tells how busy
+#: the machine is), but no more than this share of a spec's time.
+FINISH_SECONDS, FINISH_SHARE = 10.0, 0.35
 #: What a plan says a trial takes: to compile on one core, to check and measure, and to start up.
 COMPILE_SECONDS, MEASURE_SECONDS, START_SECONDS = 1.2, 0.3, 15.0
 
@@ -141,12 +142,13 @@ def tune(
         if runs is not None:
             runs.connect()
         machine.start()
+        finish = FINISH_SECONDS + time.monotonic() - begin
         status = "FAILED"
         try:
             for index, spec in enumerate(specs):
                 now = time.monotonic()
                 share = (end - now) / (len(specs) - index)
-                deadline = now + share - min(FINISH_SHARE * share, FINISH_SECONDS)
+                deadline = now + share - min(FINISH_SHARE * share, finish)
                 if interrupt():
                     raise GivenUpError
                 work = Work(spec, target, settings, machine, deadline, runs, on_status)
