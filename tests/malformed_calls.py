@@ -156,9 +156,11 @@ CACHE = [
     Change("heads outermost", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
     Change("one block for all", lambda x: x[:1].expand(x.shape)),
     Change("blocks that overlap", lambda x: x.as_strided(x.shape, (8, *x.stride()[1:]))),
-    Change("a block less than the other", lambda x: x[:-1]),
     Change("no blocks", lambda x: x[:0]),
 ]
+# Different ones for K and V, so that two of them cannot make up for each other.
+K_CACHE = [*CACHE, Change("a block less than v_cache", lambda x: x[:-1])]
+V_CACHE = [*CACHE, Change("two blocks less than k_cache", lambda x: x[:-2])]
 INDEX_TYPES = [
     *NOTHING,
     Change("float tensor", lambda x: x.double()),
@@ -206,7 +208,7 @@ STARTS = [
     *entries(-1, HUGE),
     *entries(1, (-1, 2**31, 2**63 - 1, -(2**63), 100)),
     *entries(0, (1, -1, 2**63 - 1)),
-    Change("an entry less", lambda x: x[:-1]),
+    Change("two entries less", lambda x: x[:-2]),
     Change("an entry more", lambda x: torch.cat([x, x[-1:]])),
     Change("no entries", lambda x: x[:0]),
     Change("differences that wrap", lambda _: torch.tensor([0, 2**63 - 1, -(2**63), 3])),
@@ -215,7 +217,7 @@ LENS = [
     *INDEX_TYPES,
     *entries(0, (*HUGE, 1000)),
     Change("an entry less", lambda x: x[:-1]),
-    Change("an entry more", lambda x: torch.cat([x, x[-1:]])),
+    Change("two entries more", lambda x: torch.cat([x, x[-2:]])),
     Change("no entries", lambda x: x[:0]),
 ]
 TABLE = [
@@ -232,7 +234,7 @@ SLOTS = [
     *(change for change in INDEX_TYPES if change.name != "a dimension less"),
     *entries(0, (*HUGE[:4], -2, -(2**31), -(2**63), BLOCKS * BLOCK)),
     Change("a slot twice", lambda x: x[:1].expand(x.shape)),
-    Change("more than tokens", lambda x: torch.cat([x, x + 12])),
+    Change("more than tokens", lambda x: torch.arange(4 * len(x))),
 ]
 COPIES = [
     *INDEX_TYPES,
@@ -319,7 +321,7 @@ def doors(bundle: str) -> list[Door]:
         torch.randn(3, KV_HEADS, DIM),
     )
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    cache_changes = {"k_cache": CACHE, "v_cache": CACHE}
+    cache_changes = {"k_cache": K_CACHE, "v_cache": V_CACHE}
     lse = torch.randn(3, HEADS)
     lse_changes = [
         *(*NOTHING, *DTYPES, *PLACES),
@@ -449,8 +451,8 @@ def doors(bundle: str) -> list[Door]:
             attn.copy_blocks,
             {**caches, "block_copies": torch.tensor([[0, 4], [2, 1]])},
             {
-                "k_cache": [*CACHE, Change("two layers", lambda x: [x, x.clone()])],
-                "v_cache": [*CACHE, Change("two layers", lambda x: [x, x.clone()])],
+                "k_cache": [*K_CACHE, Change("two layers", lambda x: [x, x.clone()])],
+                "v_cache": [*V_CACHE, Change("three layers", lambda x: [x, x.clone(), x.clone()])],
                 "block_copies": COPIES,
             },
             writes=("k_cache", "v_cache"),
