@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 jobs=${TVMPAGED_TEST_JOBS:-2}
+# One seed here, so that a merge does not hang on a draw; ci/full.sh and plain pytest draw afresh.
+export TVMPAGED_TEST_SEED=${TVMPAGED_TEST_SEED:-20261130}
 # Idle OpenMP threads of one test process would otherwise spin on the core the other one needs.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
 current=""
