@@ -20,8 +20,8 @@ from tvmpaged.bundle import Artifact, Found, find, host_for
 from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.spec import AttentionSpec
 
-#: Turns of its loop that an idle thread of TVM's pool spins before it sleeps. TVM's own default
-#: (300,000) keeps torch's threads off the cores for longer than a step of a small model takes.
+#: Turns of its loop that an idle thread of TVM's pool spins before it sleeps: enough to bridge the
+#: time between two layers, bounded so that torch's threads get the cores back.
 SPIN_COUNT = "20000"
 
 #: Set to 1, what no bundle has is compiled when it is first asked for.

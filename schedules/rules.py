@@ -18,8 +18,8 @@ Choices = dict[str, Any]
 ROWS_ONLY = {"prefetch_keys": 0, "prefetch_level": 1, "dot_unroll": 1}
 COLUMNS_ONLY = {"dot_vectors": 1, "weigh_rows": 1}
 
-#: Bytes of one core's second-level cache that a tile's scratch may fill (half of the least L2 among
-#: the microarchitectures named in `tvmpaged.cpu`: 512 KiB on Zen 3).
+#: Bytes of one core's second-level cache that a tile's scratch may fill (all of the
+#: least L2 that a CPU with AVX2 has, Haswell's 256 KiB; a quarter or less of a current one's).
 SCRATCH_BYTES = 256 * 1024
 
 

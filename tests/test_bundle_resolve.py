@@ -157,8 +157,9 @@ def test_strict_takes_only_this_spec_for_this_target() -> None:
     assert [each.folder for each in found.accepted] == [exact]
     assert "built for cpu/x86-64-v3, not cpu/x86-64-v4" in reasons(found)
     assert "only the generic artifact" in reasons(found)
-    with pytest.raises(FileNotFoundError, match="strict=True"):
+    with pytest.raises(FileNotFoundError, match="strict=True") as caught:
         resolve(SPEC, host(V4), [farther, generic], strict=True).require()
+    assert str(caught.value).endswith(f"--spec '{SPEC}' --install")
 
 
 def test_strict_takes_a_generic_artifact_that_was_itself_asked_for() -> None:
@@ -177,7 +178,7 @@ def test_a_miss_lists_every_candidate_and_the_command_that_helps() -> None:
     assert "/gone: cannot be opened: No such file [user cache]" in text
     assert "/other/cpu/x86-64-v3: none of its 1 artifacts is for this spec" in text
     assert "/amx/cpu/sapphirerapids: needs amx_bf16" in text
-    assert text.endswith(f"tvmpaged package --target native --spec '{SPEC}' --install")
+    assert text.endswith(f"tvmpaged package --target native --spec '{SPEC}' --base --install")
     with pytest.raises(FileNotFoundError, match="no bundle was found"):
         resolve(SPEC, host(H200), []).require()
 

@@ -109,14 +109,16 @@ class Resolution:
         strictly = " that is specialised (strict=True)" if self.strict else ""
         lines = [f"no artifact{strictly} for spec {self.spec} on {self.host.target}"]
         lines += [f"  rejected: {each}" for each in self.rejected] or ["  no bundle was found"]
-        lines.append(f"build it with: {build_command(self.spec, self.host.target)}")
+        lines.append(f"build it with: {build_command(self.spec, self.host.target, self.strict)}")
         raise FileNotFoundError("\n".join(lines))
 
 
-def build_command(spec: AttentionSpec, target: TargetKey) -> str:
+def build_command(spec: AttentionSpec, target: TargetKey, strict: bool) -> str:
     """Return the exact command that builds an artifact of this spec for this machine."""
     name = "native" if target.kind == "cpu" else "cuda"
-    return f"tvmpaged package --target {name} --spec '{spec}' --install"
+    # Where not even a generic artifact serves, the kernels beside this one are missing too.
+    base = "" if strict else " --base"
+    return f"tvmpaged package --target {name} --spec '{spec}'{base} --install"
 
 
 def resolve(

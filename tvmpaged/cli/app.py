@@ -35,7 +35,7 @@ COMMANDS = {
 
 #: Read when torch loads its OpenMP library. Idle threads of that library spin for milliseconds by
 #: default; beside the kernels' own threads, or anyone else's load, each parallel region then costs
-#: a scheduler's slice (measured on two busy cores: a decode step took three times as long).
+#: a scheduler's slice (measured on two cores, idle or busy: a decode step takes twice as long).
 _THREAD_SETTINGS = {"GOMP_SPINCOUNT": "20000"}
 
 

@@ -168,7 +168,7 @@ class Session:
 
 @contextmanager
 def without_intrinsics() -> Iterator[None]:
-    """Keep a context from parsing TVM's tensor intrinsics, which takes a core for 20 s and more.
+    """Keep a context from parsing TVM's tensor intrinsics, which takes a core for about 20 s.
 
     No stand-in uses one; a program that does is built in the workers.
     """
