@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmpaged import build, kernels, schedules
+from tvmpaged import build, kernels, schedules, sources
 from tvmpaged.cpu import MICROARCHITECTURES, native_target
 from tvmpaged.package import base_specs
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
@@ -78,11 +78,11 @@ def test_the_source_hash_follows_the_kernels(
     """Every file that decides the code counts: a changed byte makes another hash."""
     before = build.source_sha256()
     for name in ("spec.py", "worklist.py"):
-        (tmp_path / name).write_bytes((build._PACKAGE / name).read_bytes())
+        (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
     (tmp_path / "kernels").mkdir()
     for file in Path(kernels.__file__).parent.glob("*.py"):
         (tmp_path / "kernels" / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(build, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
     assert build.source_sha256() == before
     with (tmp_path / "kernels" / "tile.py").open("a") as file:
         file.write("\n")

@@ -36,6 +36,7 @@ FLOORS = {
     "tvmpaged.cpu": "base",
     "tvmpaged.errors": "base",
     "tvmpaged.model_source": "base",
+    "tvmpaged.sources": "base",
     "tvmpaged.tvm_libs": "base",
 }
 

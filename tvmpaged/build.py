@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tvmpaged import kernels, schedules
+from tvmpaged.sources import source_sha256
 from tvmpaged.spec import AttentionSpec, TargetKey
 
 if TYPE_CHECKING:
     import tvm
 
-#: Sources that decide an artifact's code, besides spec, choices and the compiler.
-_PACKAGE = Path(__file__).parent
-_SOURCES = ("spec.py", "worklist.py", "kernels", "schedules")
+__all__ = ["build_artifact", "build_module", "source_sha256", "symbol_name", "tvm_target"]
 
 
 def symbol_name(spec: AttentionSpec) -> str:
     """Return the name under which an artifact's library holds the spec's function."""
     return spec.kernel
-
-
-def source_sha256() -> str:
-    """Return the hash of the sources that decide an artifact's code, as 64 hex digits.
-
-    A record or artifact made from other sources is *stale*: its choices may mean something else.
-    """
-    digest = hashlib.sha256()
-    schedules_folder = Path(schedules.__file__).parent
-    for name in _SOURCES:
-        path = schedules_folder if name == "schedules" else _PACKAGE / name
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def tvm_target(target: TargetKey) -> tvm.target.Target:

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tvmpaged.build import source_sha256
 from tvmpaged.cpu import cpu_model, num_threads
+from tvmpaged.sources import source_sha256
 from tvmpaged.tuning.workload import Workload
 
 _MIB = 1 << 20
