@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+from tvmpaged.tuning.trial import Reason
 
 #: From a worker's start to its first answer; importing the compiler on a busy machine takes long.
 START_TIMEOUT_S = 180.0
@@ -43,7 +45,7 @@ class Answer:
     """
 
     reply: dict[str, Any]
-    reason: str = ""
+    reason: Reason | Literal[""] = ""
     detail: str = ""
     seconds: float = 0.0
 
@@ -109,7 +111,7 @@ class Process:
             self._buffer += data
             if not data:
                 detail = self._epitaph()
-                reason = "memory" if "bad_alloc" in detail else "crash"
+                reason: Reason = "memory" if "bad_alloc" in detail else "crash"
                 return Answer({}, reason, detail, seconds)
         line, newline, rest = self._buffer.partition(b"\n")
         if newline:

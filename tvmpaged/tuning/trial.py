@@ -5,14 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tvmpaged.records import Latency
 
 Choices = dict[str, Any]
 
 #: Why a candidate has no time. "interrupted" says nothing about it: it is tried again.
-REASONS = ("compile", "crash", "memory", "time-out", "wrong", "run", "interrupted")
+Reason = Literal["compile", "crash", "memory", "time-out", "wrong", "run", "interrupted"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+def as_reason(text: str) -> Reason:
+    """Return the reason that a text names.
+
+    Raises
+    ------
+    ValueError
+        When it is none.
+    """
+    for each in REASONS:
+        if each == text:
+            return each
+    raise ValueError(f"reason={text!r} is not known; allowed: {', '.join(REASONS)}")
 
 
 def choices_key(choices: Choices) -> str:
@@ -32,7 +47,7 @@ class Trial:
     latency_us : Latency or None
         Its time.
     reason : str
-        One of `REASONS`, empty when it has a time.
+        A `Reason`, empty when it has a time.
     detail : str
         For a person.
     scale : float
@@ -41,7 +56,7 @@ class Trial:
 
     choices: Choices
     latency_us: Latency | None = None
-    reason: str = ""
+    reason: Reason | Literal[""] = ""
     detail: str = ""
     scale: float = 1.0
 
@@ -64,12 +79,20 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trial:
-        """Read back what `as_dict` gave."""
-        latency = data.get("latency_us")
+        """Read back what `as_dict` gave.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            When it is no trial: without time and reason, with both, or with a reason unknown here.
+        """
+        latency, reason = data.get("latency_us"), data.get("reason", "")
+        if bool(latency) == bool(reason):
+            raise ValueError("a trial has either a time or a reason")
         return cls(
             choices=dict(data["choices"]),
             latency_us=Latency(**latency) if latency else None,
-            reason=str(data.get("reason", "")),
+            reason=as_reason(reason) if reason else "",
             detail=str(data.get("detail", "")),
             scale=float(data.get("scale", 1.0)),
         )
