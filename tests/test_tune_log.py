@@ -19,9 +19,10 @@ from tvmpaged import records
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency
 from tvmpaged.tuning import log as trial_log
+from tvmpaged.tuning.device import cpu_caches, rotation_bytes
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import open_log, read_runs
-from tvmpaged.tuning.setting import Setting, cpu_caches, rotation_bytes
+from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.summary import option_costs, steps
 from tvmpaged.tuning.trial import Trial
 from tvmpaged.tuning.workload import Workload

@@ -18,12 +18,13 @@ from tvmpaged import reference, schedules
 from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.runtime import kernel_set
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.tune import _machine
-from tvmpaged.tuning import check, metaschedule, process, timing
+from tvmpaged.tuning import check, process, timing
+from tvmpaged.tuning import machine as machine_module
 from tvmpaged.tuning.case import Case
 from tvmpaged.tuning.interrupt import Interrupt, held_back
-from tvmpaged.tuning.metaschedule import Machine, Task
+from tvmpaged.tuning.machine import Machine, open_machine
 from tvmpaged.tuning.process import Process, ask_all
+from tvmpaged.tuning.task import HOPELESS, Task
 from tvmpaged.tuning.trial import choices_key
 from tvmpaged.tuning.workload import Workload
 
@@ -76,7 +77,7 @@ def test_what_a_worker_raises_is_its_answer(worker: Process) -> None:
 def test_a_worker_that_wants_too_much_memory_is_refused_it() -> None:
     worker = Process("faulty_worker", TESTS, 1 << 30)
     try:
-        failure = metaschedule.failed({}, worker.ask({"fault": "eat"}, 30), "compile")
+        failure = machine_module.failed({}, worker.ask({"fault": "eat"}, 30), "compile")
         assert failure is not None
         assert failure.reason == "memory"
         assert worker.ask({"index": 1}, 30).reply["index"] == 1
@@ -167,7 +168,7 @@ int __tvm_ffi_decode(void *self, const void *args, int count, void *result) {{ {
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Task]:
     interrupt = Interrupt()
-    with _machine(interrupt) as machine:
+    with open_machine(interrupt) as machine:
         machine.start()
         merge = AttentionSpec.make("merge", "float32")
         choices = schedules.default_choices(merge, TARGET)
@@ -194,7 +195,7 @@ def plant(machine: Machine, name: str, key: str) -> None:
 def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metaschedule, "MEASURE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(machine_module, "MEASURE_TIMEOUT_S", 5.0)
     default = schedules.default_choices(SPEC, TARGET)
     found = {}
     for index, name in enumerate([*C_CANDIDATES, "garbage"]):
@@ -225,16 +226,14 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     assert timed.latency_us is not None
     assert 0.2 * trial.median_us < timed.median_us < 5 * trial.median_us
     assert task.artifact(default).exists()
-    assert task.artifact(other).exists() == (
-        timed.median_us <= metaschedule.HOPELESS * trial.median_us
-    )
+    assert task.artifact(other).exists() == (timed.median_us <= HOPELESS * trial.median_us)
 
 
 def test_the_pool_is_set_up_as_serving_does(task: Task) -> None:
     environment = task.machine.device.environment
     assert environment["TVM_THREAD_POOL_SPIN_COUNT"] == kernel_set.SPIN_COUNT
     assert environment["TVM_NUM_THREADS"] == str(num_threads())
-    assert process.START_TIMEOUT_S > metaschedule.MEASURE_TIMEOUT_S
+    assert process.START_TIMEOUT_S > machine_module.MEASURE_TIMEOUT_S
 
 
 # --- the check itself, against kernels written here --------------------------------------------

@@ -30,7 +30,7 @@ def known_us(choices: Choices) -> float:
 
 
 class FakeMachine:
-    """What `tvmpaged.tuning.metaschedule.Machine` is to the search.
+    """What `tvmpaged.tuning.machine.Machine` is to the search.
 
     Parameters
     ----------

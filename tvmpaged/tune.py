@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from tvmpaged import records, schedules
-from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.cpu import native_target
 from tvmpaged.errors import UserError
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
-from tvmpaged.tuning.interrupt import GivenUpError, Interrupt, held_back
+from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import LOG_NAME, read_runs
-from tvmpaged.tuning.metaschedule import Machine
+from tvmpaged.tuning.machine import open_machine
 from tvmpaged.tuning.mlflow_log import RunLog, tracking_uri
-from tvmpaged.tuning.process import Process
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.status import Estimate, Status, Tuned
 from tvmpaged.tuning.work import Settings, Work
@@ -138,7 +134,7 @@ def tune(
     end = begin + (settings.time_limit_s or float("inf"))
     runs = _run_log(specs, target, settings, on_warning)
     results: list[Tuned] = []
-    with held_back() as interrupt, _machine(interrupt) as machine:
+    with held_back() as interrupt, open_machine(interrupt) as machine:
         if runs is not None:
             runs.connect()
         machine.start()
@@ -182,33 +178,3 @@ def _run_log(
         "resume": settings.resume,
     }
     return RunLog(tracking_uri(settings.mlflow_uri), on_warning, params)
-
-
-@contextmanager
-def _machine(interrupt: Interrupt) -> Iterator[Machine]:
-    threads = num_threads()
-    # As serving sets TVM's pool up: what is measured is what will run.
-    pool = {
-        "TVM_NUM_THREADS": str(threads),
-        "TVM_BIND_THREADS": "0",
-        "TVM_THREAD_POOL_SPIN_COUNT": "20000",
-        "OMP_NUM_THREADS": "1",  # of torch, which only fills tensors there
-    }
-    one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
-    cores = len(os.sched_getaffinity(0))
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
-        machine = Machine(
-            compilers=[
-                Process("tvmpaged.tuning.compile_worker", one_core, memory_bytes // (cores + 1))
-                for _ in range(cores)
-            ],
-            device=Process("tvmpaged.tuning.measure_worker", pool, memory_bytes // 2),
-            folder=Path(folder),
-            num_workers=threads,
-            interrupted=interrupt,
-        )
-        try:
-            yield machine
-        finally:
-            machine.close()

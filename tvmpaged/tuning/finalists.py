@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency
 from tvmpaged.tuning.interrupt import GivenUpError
-from tvmpaged.tuning.metaschedule import Task, failed, latencies
+from tvmpaged.tuning.machine import failed, latencies
+from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 NUM_FINALISTS = 3

@@ -22,9 +22,10 @@ from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.features import ChoiceFeatures, Encoder
 from tvmpaged.tuning.finalists import Result
-from tvmpaged.tuning.metaschedule import Task, TaskBuilder, TaskRunner
+from tvmpaged.tuning.metaschedule import TaskBuilder, TaskRunner
 from tvmpaged.tuning.search import FlatSearch, Progress, stand_in
 from tvmpaged.tuning.setting import Setting
+from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 #: Candidates of one batch: the model learns after each, and workers idle at the end of each.

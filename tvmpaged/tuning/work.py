@@ -14,12 +14,13 @@ from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.finalists import decide
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import TrialLog, open_log
-from tvmpaged.tuning.metaschedule import Machine, Task, failed
+from tvmpaged.tuning.machine import Machine, failed
 from tvmpaged.tuning.mlflow_log import RunLog
 from tvmpaged.tuning.session import Session, make_record
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
+from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.workload import DEFAULT_NUM_KV_HEADS, Workload
 

@@ -1,0 +1,168 @@
+"""The processes that compile and measure candidates, and what their answers say."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.records import Latency
+from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning.device import measuring_process, memory_total
+from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all
+from tvmpaged.tuning.trial import Choices, Reason, Trial, choices_key
+from tvmpaged.tuning.workload import Workload
+
+COMPILE_TIMEOUT_S = 120.0
+#: For one candidate's check and times; kernels that are tuned take milliseconds.
+MEASURE_TIMEOUT_S = 60.0
+#: Of an error's text; a compiler's may run to pages.
+_MAX_DETAIL = 500
+MIN_SECONDS = 0.12
+MAX_SECONDS = 1.0
+
+
+@dataclass
+class Machine:
+    """The processes that compile and measure, and where artifacts lie in between.
+
+    Parameters
+    ----------
+    compilers : list of Process
+        One core each.
+    device : Process or None
+        Alone on the machine while it works; None where nothing is measured.
+    folder : Path
+        Of artifacts; temporary.
+    num_workers : int
+        Threads of a kernel.
+    interrupted : callable
+        True once all work is to be given up.
+    """
+
+    compilers: list[Process]
+    device: Process | None
+    folder: Path
+    num_workers: int
+    interrupted: Callable[[], bool] = lambda: False
+
+    def compile(
+        self, spec: AttentionSpec, target: TargetKey, choices: Sequence[Choices]
+    ) -> list[Answer]:
+        """Compile candidates into `path`; an answer without reason means it is there."""
+        self.path(spec, "").parent.mkdir(parents=True, exist_ok=True)
+        requests = [
+            {
+                "spec": str(spec),
+                "target": str(target),
+                "choices": each,
+                "path": str(self.path(spec, choices_key(each))),
+            }
+            for each in choices
+        ]
+        return ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
+
+    def path(self, spec: AttentionSpec, key: str) -> Path:
+        """Return where a candidate's artifact lies."""
+        return self.folder / str(spec) / f"{key}.so"
+
+    def measure(
+        self,
+        spec: AttentionSpec,
+        workload: Workload,
+        merge: Path,
+        candidates: Sequence[Choices],
+        *,
+        rotation_bytes: int,
+        seed: int,
+        min_seconds: float = MIN_SECONDS,
+        max_seconds: float = MAX_SECONDS,
+        hopeless_speedup: float = 0.0,
+    ) -> Answer:
+        """Check candidates and time them in turns."""
+        request = {
+            "spec": str(spec),
+            "workload": workload.as_dict(),
+            "seed": seed,
+            "rotation_bytes": rotation_bytes,
+            "num_workers": self.num_workers,
+            "merge": str(merge),
+            "candidates": [
+                {"path": str(self.path(spec, choices_key(each))), "choices": each}
+                for each in candidates
+            ],
+            "min_seconds": min_seconds,
+            "max_seconds": max_seconds,
+            "hopeless_speedup": hopeless_speedup,
+        }
+        timeout_s = MEASURE_TIMEOUT_S + max_seconds * len(candidates)
+        assert self.device is not None
+        return self.device.ask(request, timeout_s, self.interrupted)
+
+    def start(self) -> None:
+        """Start all processes at once, so that no candidate pays for it."""
+        processes = self._processes()
+        requests = [{"ping": True}] * len(processes)
+        ask_all(processes, requests, START_TIMEOUT_S, self.interrupted)
+
+    def close(self) -> None:
+        """End the processes."""
+        for each in self._processes():
+            each.kill()
+
+    def _processes(self) -> list[Process]:
+        return [*self.compilers, *([self.device] if self.device is not None else [])]
+
+
+@contextmanager
+def open_machine(
+    interrupted: Callable[[], bool] = lambda: False, *, measures: bool = True
+) -> Iterator[Machine]:
+    """Give this machine with a compiler for each core, and end its processes after the block.
+
+    Parameters
+    ----------
+    interrupted : callable
+        True once all work is to be given up.
+    measures : bool
+        Whether it also measures.
+    """
+    one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
+    cores = len(os.sched_getaffinity(0))
+    share = memory_total() // (cores + 1)
+    with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
+        machine = Machine(
+            compilers=[
+                Process("tvmpaged.tuning.compile_worker", one_core, share) for _ in range(cores)
+            ],
+            device=measuring_process(native_target()) if measures else None,
+            folder=Path(folder),
+            num_workers=num_threads(),
+            interrupted=interrupted,
+        )
+        try:
+            yield machine
+        finally:
+            machine.close()
+
+
+def latencies(answer: Answer) -> list[Latency]:
+    """Return the times of a measuring worker's reply."""
+    return [Latency.of(each["times_us"], each["disturbed"]) for each in answer.reply["samples"]]
+
+
+def failed(choices: Choices, answer: Answer, stage: Reason) -> Trial | None:
+    """Return the failure that an answer tells of, or None."""
+    if answer.reason:
+        return Trial(choices, reason=answer.reason, detail=answer.detail)
+    if "wrong" in answer.reply:
+        return Trial(choices, reason="wrong", detail=answer.reply["wrong"])
+    if "error" in answer.reply:
+        detail = answer.reply["error"][:_MAX_DETAIL]
+        reason: Reason = "memory" if detail.startswith("MemoryError") else stage
+        return Trial(choices, reason=reason, detail=detail)
+    return None

@@ -1,0 +1,97 @@
+"""One spec's candidates: compiled and measured through a `Machine`, each answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning.machine import Machine, failed, latencies
+from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
+from tvmpaged.tuning.workload import Workload
+
+#: A candidate that is slower than the best by more than this factor gets the least repeats.
+HOPELESS = 1.5
+
+
+@dataclass
+class Task:
+    """One spec's candidates, what is known of them, and what they are compared with.
+
+    Each candidate is timed in turns with the untuned default, and its time is given as the
+    default's first time by the ratio: so that times taken minutes or days apart, on a machine
+    whose speed varies, compare.
+
+    Parameters
+    ----------
+    machine, spec, target, workload, merge
+        What to do it with and on; `merge` is the compiled merge kernel.
+    default : dict
+        The untuned default.
+    rotation_bytes : int
+        K and V that are read before the same are read again.
+    seed : int
+        Of the values measured on.
+    answers : dict
+        Key -> trial: what is known, from before and from now.
+    """
+
+    machine: Machine
+    spec: AttentionSpec
+    target: TargetKey
+    workload: Workload
+    merge: Path
+    default: Choices
+    rotation_bytes: int
+    seed: int
+    answers: dict[str, Trial] = field(default_factory=dict)
+
+    def compile(self, batch: Sequence[Choices]) -> None:
+        """Compile what has no answer yet; failures become answers."""
+        new = [each for each in batch if choices_key(each) not in self.answers]
+        if new and self.default not in new and not self.artifact(self.default).exists():
+            new.append(self.default)
+        answers = self.machine.compile(self.spec, self.target, new)
+        for choices, answer in zip(new, answers, strict=True):
+            failure = failed(choices, answer, "compile")
+            if failure is not None:
+                self.answers.setdefault(failure.key, failure)
+
+    def run(self, key: str, choices: Choices) -> Trial:
+        """Check and time one compiled candidate, unless it has an answer."""
+        if key not in self.answers:
+            unit = self.answers.get(choices_key(self.default))
+            alone = unit is None or unit.latency_us is None
+            answer = self.machine.measure(
+                self.spec,
+                self.workload,
+                self.merge,
+                [choices] if alone else [self.default, choices],
+                rotation_bytes=self.rotation_bytes,
+                seed=self.seed,
+                hopeless_speedup=0.0 if unit is None else self._hopeless_speedup(unit),
+            )
+            self.answers[key] = failed(choices, answer, "run") or _timed(choices, answer, unit)
+            # What may still win is kept for the finalists.
+            best = min(each.median_us for each in self.answers.values())
+            if choices != self.default and self.answers[key].median_us > HOPELESS * best:
+                self.machine.path(self.spec, key).unlink(missing_ok=True)
+        return self.answers[key]
+
+    def artifact(self, choices: Choices) -> Path:
+        """Return where a candidate's artifact lies, if it is still there."""
+        return self.machine.path(self.spec, choices_key(choices))
+
+    def _hopeless_speedup(self, unit: Trial) -> float:
+        best = min(each.median_us for each in self.answers.values())
+        return unit.median_us / best / HOPELESS
+
+
+def _timed(choices: Choices, answer: Answer, unit: Trial | None) -> Trial:
+    raw = latencies(answer)[-1]
+    if unit is None or unit.latency_us is None:
+        return Trial(choices, raw)
+    scale = unit.median_us / answer.reply["samples"][-1]["speedup"] / raw.median
+    return Trial(choices, raw.scaled(scale), scale=round(scale, 4))
