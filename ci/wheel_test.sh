@@ -5,6 +5,7 @@ set -euo pipefail
 (($# == 1)) && [[ -f $1 ]] || { echo "usage: bash ci/wheel_test.sh WHEEL" >&2; exit 2; }
 wheel=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 ci=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$ci/telemetry.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

@@ -37,6 +37,12 @@ COMMANDS = {
 #: default; beside the kernels' own threads, or anyone else's load, each parallel region then costs
 #: a scheduler's slice (measured on two cores, idle or busy: a decode step takes twice as long).
 _THREAD_SETTINGS = {"GOMP_SPINCOUNT": "20000"}
+#: What is used here tells nobody that it was; whoever wants it otherwise sets the variable.
+_NO_TELEMETRY = {
+    "DO_NOT_TRACK": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 
 
 @cache
@@ -183,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         See `tvmpaged.cli.errors.ExitCode`.
     """
-    for name, value in _THREAD_SETTINGS.items():
+    for name, value in (_THREAD_SETTINGS | _NO_TELEMETRY).items():
         os.environ.setdefault(name, value)
     with _sigterm_interrupts() as received:
         try:
