@@ -16,9 +16,10 @@ from tvmpaged.records import Latency, Record
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.features import ChoiceFeatures, Encoder, choices_of
+from tvmpaged.tuning.model_session import without_intrinsics
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.search import EXPLORE, FlatSearch, Progress, stand_in
-from tvmpaged.tuning.session import BATCH, without_intrinsics
+from tvmpaged.tuning.session import BATCH
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,16 @@ from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import TrialLog, open_log
 from tvmpaged.tuning.machine import Machine, failed
 from tvmpaged.tuning.mlflow_log import RunLog
-from tvmpaged.tuning.session import Session, make_record
+from tvmpaged.tuning.model_session import ModelSession
+from tvmpaged.tuning.outcome import make_record
+from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.setting import Setting
+from tvmpaged.tuning.starts import default_start, neighbours, spec_seed
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.task import Task
-from tvmpaged.tuning.trial import Choices, Trial, choices_key
+from tvmpaged.tuning.trial import Trial, choices_key
 from tvmpaged.tuning.workload import DEFAULT_NUM_KV_HEADS, Workload
-
-#: Specs whose winners are tried right after the default.
-NUM_NEIGHBOURS = 3
 
 
 @dataclass(frozen=True)
@@ -120,15 +119,14 @@ class Work:
             return record
 
     def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, str | None]:
-        text = f"{self.settings.seed} {self.spec}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+        seed = spec_seed(self.settings.seed, self.spec)
         task = Task(
             machine=self.machine,
             spec=self.spec,
             target=self.target,
             workload=setting.workload,
             merge=self._compile_merge(),
-            default=self._default(),
+            default=default_start(self.spec, self.target),
             rotation_bytes=setting.rotation_bytes,
             seed=seed,
         )
@@ -147,8 +145,14 @@ class Work:
                 self.spec, self.target, setting, self.settings.seed, run_id
             )
         log.start(setting, self.settings.seed, run_id)
-        starts = [task.default, *self._neighbours()]
-        session = Session(task, seed, self.settings.trials, self.deadline, starts, known)
+        session = ModelSession(
+            task=task,
+            seed=seed,
+            num_trials=self.settings.trials,
+            deadline=self.deadline,
+            starts=[task.default, *neighbours(self.spec, self.target, self.settings.work_dir)],
+            known=known,
+        )
         return session, run_id
 
     def _search(self, session: Session, log: TrialLog, run_id: str | None) -> None:
@@ -205,29 +209,6 @@ class Work:
         self.machine.compilers[0].ask(request, 120.0, self.machine.interrupted)
         return [path.with_suffix(".py"), path.with_suffix(".s")]
 
-    def _default(self) -> Choices:
-        choices = schedules.default_choices(self.spec, self.target)
-        return {name: choices[name] for name in schedules.space(self.spec, self.target)}
-
-    def _neighbours(self) -> list[Choices]:
-        """Return what won for similar specs, the most similar first."""
-        space = schedules.space(self.spec, self.target)
-        found: list[tuple[int, str, Choices]] = []
-        try:
-            for each in records.load_all(self.settings.work_dir, self.target):
-                if each.choices.keys() != space.keys():
-                    continue
-                choices = {name: each.choices[name] for name in space}
-                fits = all(choices[name] in values for name, values in space.items())
-                other = each.spec.kernel == self.spec.kernel and each.spec != self.spec
-                if fits and other and schedules.reject(self.spec, self.target, choices) is None:
-                    found.append((_distance(each.spec, self.spec), str(each.spec), choices))
-        except ValueError:
-            return []  # a record that cannot be read is not this spec's business
-        return [choices for _, _, choices in sorted(found, key=lambda each: each[:2])][
-            :NUM_NEIGHBOURS
-        ]
-
     def _tell(self, session: Session, phase: str) -> None:
         best, default = session.best(), session.default_trial()
         name, rate = "", None
@@ -246,8 +227,3 @@ class Work:
             eta_s=session.eta_s() if phase in ("start", "search") else None,
         )
         self.on_status(status)
-
-
-def _distance(one: AttentionSpec, other: AttentionSpec) -> int:
-    names = ("q_dtype", "kv_dtype", "head_dim", "head_dim_v", "block_size", "group_size", "layout")
-    return sum(getattr(one, name) != getattr(other, name) for name in names)
