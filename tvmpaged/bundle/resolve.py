@@ -149,7 +149,7 @@ def resolve(
         if manifest is None:
             rejected.append(Rejected(folder, folder.problem))
             continue
-        reason = _cannot_run(manifest, host) or _cannot_load(manifest, host)
+        reason = unusable(manifest, host)
         if not reason and strict and manifest.target != host.target:
             reason = f"strict=True, and it is built for {manifest.target}, not {host.target}"
         exact, generic = manifest.find(spec), manifest.find(spec.generic())
@@ -169,6 +169,11 @@ def resolve(
     ranked.sort(key=lambda each: each[0])  # stable: the search path breaks ties
     accepted = tuple(each for _, each in ranked)
     return Resolution(spec, host, strict, accepted, tuple(rejected))
+
+
+def unusable(manifest: Manifest, host: Host) -> str:
+    """Return why a machine cannot run or load what a manifest's artifacts are, or nothing."""
+    return _cannot_run(manifest, host) or _cannot_load(manifest, host)
 
 
 def _cannot_load(manifest: Manifest, host: Host) -> str:

@@ -71,8 +71,8 @@ def _open_below(name: str, folder_fd: int, path: Path, flags: int = 0) -> int:
 
 
 @contextmanager
-def open_folder(bundle: Path, target: TargetKey) -> Iterator[int]:
-    """Open a target's folder of a bundle and give its descriptor.
+def open_folder(bundle: Path, target: TargetKey | None = None) -> Iterator[int]:
+    """Open a target's folder of a bundle, or the top folder, and give its descriptor.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def open_folder(bundle: Path, target: TargetKey) -> Iterator[int]:
             raise BundleError(f"{bundle} cannot be opened: {error.strerror}") from error
         check_owner_and_mode(os.fstat(opened[-1]), bundle)
         path = bundle
-        for part in str(target).split("/"):
+        for part in str(target).split("/") if target else ():
             path /= part
             opened.append(_open_below(part, opened[-1], path, os.O_DIRECTORY))
             check_owner_and_mode(os.fstat(opened[-1]), path)

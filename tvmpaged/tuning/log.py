@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,15 +45,50 @@ class Run:
     mlflow_run_id: str | None = None
 
 
+class Lines:
+    """A file of JSON objects, one per line, that a crash costs no more than its last line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write objects; they are on the disk when it returns."""
+        if not lines:
+            return
+        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+        with self.path.open("ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    text = "\n" + text
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects; lines that hold none are passed over."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for line in file:
+                try:
+                    data = json.loads(line)
+                except ValueError:
+                    continue  # torn
+                if isinstance(data, dict):
+                    yield data
+
+
 class TrialLog:
     """One writer's view of a log; from `open_log`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lines = Lines(path)
 
     def start(self, setting: Setting, seed: int, mlflow_run_id: str | None = None) -> None:
         """Write the line of a new run."""
-        self._append(
+        self._lines.append(
             [
                 {
                     "schema_version": SCHEMA_VERSION,
@@ -68,31 +103,18 @@ class TrialLog:
 
     def append(self, trials: Iterable[Trial]) -> None:
         """Write trials of the run that was started last; they are on the disk when it returns."""
-        self._append([{"kind": "trial", **each.as_dict()} for each in trials])
+        self._lines.append([{"kind": "trial", **each.as_dict()} for each in trials])
 
     def earlier(self, setting: Setting) -> Run:
         """Return the trials of all runs whose setting is this one."""
         return read_runs(self.path, setting.key)
-
-    def _append(self, lines: list[dict[str, Any]]) -> None:
-        if not lines:
-            return
-        text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-        with self.path.open("ab+") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    text = "\n" + text
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def read_runs(path: Path, setting_key: str) -> Run:
     """Return what a log holds for a setting; lines that cannot be read are passed over."""
     trials: dict[str, Trial] = {}
     seed, mlflow_run_id, ours = None, None, False
-    for line in _lines(path):
+    for line in Lines(path).read():
         try:
             if line["kind"] == "run":
                 ours = line["setting_key"] == setting_key
@@ -106,19 +128,6 @@ def read_runs(path: Path, setting_key: str) -> Run:
     return Run(list(trials.values()), seed, mlflow_run_id)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                data = json.loads(line)
-            except ValueError:
-                continue  # torn
-            if isinstance(data, dict):
-                yield data
-
-
 @contextmanager
 def open_log(folder: Path) -> Iterator[TrialLog]:
     """Open a folder's log for one writer; the folder is made.
@@ -129,6 +138,19 @@ def open_log(folder: Path) -> Iterator[TrialLog]:
         When another process is writing it, naming that process.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        yield TrialLog(folder / LOG_NAME)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for one writer.
+
+    Raises
+    ------
+    UserError
+        When another process holds it, naming that process.
+    """
     # The kernel frees the lock when its holder dies, so nothing has to be taken over.
     path = folder / LOCK_NAME
     lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
@@ -141,6 +163,6 @@ def open_log(folder: Path) -> Iterator[TrialLog]:
         ) from error
     try:
         path.write_text(f"process {os.getpid()}\n")
-        yield TrialLog(folder / LOG_NAME)
+        yield
     finally:
         lock.release()
