@@ -292,7 +292,9 @@ def faults(spec: AttentionSpec) -> dict[str, Any]:
 
 def ask(spec: AttentionSpec, attention: Any) -> str:
     choices = schedules.default_choices(spec, TARGET) | {"split_length": 512}
-    return check.wrong(spec, attention, lambda *args: None, choices, 2)
+    checks = check.check(spec, attention, lambda *args: None, choices, 2)
+    assert {each.what: each.limit for each in checks} == check.limits(spec, choices)
+    return check.wrong(checks)
 
 
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])

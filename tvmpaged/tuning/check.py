@@ -6,6 +6,8 @@ split length splits; unused slots, unowned blocks, ``out`` and ``lse`` hold NaN 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -54,32 +56,76 @@ def _case(spec: AttentionSpec, split_length: int) -> tuple[Case, Any, Any]:
     return case, out, lse
 
 
-def wrong(
+@dataclass(frozen=True)
+class Check:
+    """One comparison of a candidate with the reference.
+
+    Parameters
+    ----------
+    what : str
+        Of what.
+    error : float
+        ``||found - truth|| / ||truth||``, or how many rows are not as they must be.
+    limit : float
+        The greatest error that passes.
+    """
+
+    what: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is a number within the limit."""
+        return self.error <= self.limit
+
+    def __str__(self) -> str:
+        if self.limit == 0:
+            return f"{self.error:.0f} {self.what}"
+        return f"relative error {self.error:.2e} of {self.what} is over {self.limit:.1e}"
+
+
+def limits(spec: AttentionSpec, choices: dict[str, Any]) -> dict[str, float]:
+    """Return what a candidate is checked for, in order, and the greatest errors that pass."""
+    lengths = check_workload(spec, int(choices["split_length"])).seq_lens
+    return {
+        "rows of out hold NaN": 0.0,
+        **{_sequence(seq, length): TOLERANCE[spec.out_dtype] for seq, length in enumerate(lengths)},
+        "rows of lse are -inf though they see something, or the reverse": 0.0,
+        "lse": LSE_TOLERANCE,
+    }
+
+
+def _sequence(seq: int, length: int) -> str:
+    return f"sequence {seq}, of length {length}"
+
+
+def check(
     spec: AttentionSpec, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
-) -> str:
-    """Return what is wrong with a candidate's numbers; empty when nothing is."""
+) -> list[Check]:
+    """Return a candidate's errors, each beside its limit."""
     case, out, lse = _case(spec, int(choices["split_length"]))
     case.out.fill_(torch.nan)
     case.lse.fill_(torch.nan)
     case.bind(attention, merge, choices, num_workers)()
     found, found_lse = case.out.double().numpy(), case.lse.double().numpy()
-    if np.isnan(found).any():
-        return f"{int(np.isnan(found).any(axis=(1, 2)).sum())} of {len(found)} rows of out hold NaN"
     # By sequence: a long one's mean of many V rows is small, and its error would drown.
     starts = case.steps[0].query_start_loc
-    for seq, (begin, end) in enumerate(pairwise(starts.tolist())):
-        error = _error(found[begin:end], out[begin:end])
-        if not error <= TOLERANCE[spec.out_dtype]:
-            length = case.workload.seq_lens[seq]
-            limit = TOLERANCE[spec.out_dtype]
-            return f"relative error {error:.2e} of a sequence of {length} is over {limit:.1e}"
+    errors = [_error(found[begin:end], out[begin:end]) for begin, end in pairwise(starts.tolist())]
     seen = np.isfinite(lse)
-    if not np.array_equal(np.isneginf(found_lse), ~seen):
-        return "lse is -inf at other rows than those that see nothing"
-    error = _error(found_lse[seen], lse[seen])
-    if not error <= LSE_TOLERANCE:
-        return f"relative error {error:.2e} of lse is over {LSE_TOLERANCE:.1e}"
-    return ""
+    errors = [
+        float(np.isnan(found).any(axis=(1, 2)).sum()),
+        *errors,
+        float((np.isneginf(found_lse) == seen).any(axis=1).sum()),
+        _error(found_lse[seen], lse[seen]),
+    ]
+    allowed = limits(spec, choices).items()
+    return [Check(what, error, limit) for (what, limit), error in zip(allowed, errors, strict=True)]
+
+
+def wrong(checks: Sequence[Check]) -> str:
+    """Return what is wrong with a candidate's numbers; empty when nothing is."""
+    return next((str(each) for each in checks if not each.passed), "")
 
 
 def _error(found: reference.Array, truth: reference.Array) -> float:

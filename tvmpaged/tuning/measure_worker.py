@@ -1,7 +1,8 @@
 """A worker that checks and times compiled candidates on the CPU; needs no compiler.
 
 ``{spec, workload, seed, rotation_bytes, num_workers, merge, candidates: [{path, choices}], ...}``
--> ``{samples: [{times_us, disturbed, speedup}]}`` or ``{wrong: why}``.
+-> ``{samples: [{times_us, disturbed, speedup}], checks: [[{what, error, limit}]]}``, one of each
+per candidate, or ``{wrong: why}``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tvmpaged import tvm_libs
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.case import Call, Case
-from tvmpaged.tuning.check import wrong
+from tvmpaged.tuning.check import check, wrong
 from tvmpaged.tuning.child import serve
 from tvmpaged.tuning.timing import measure
 from tvmpaged.tuning.workload import Workload
@@ -53,12 +54,13 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
     merge = _load(request["merge"], "merge")
     workload = json.dumps(request["workload"], sort_keys=True)
     case = _case(spec, workload, request["seed"], request["rotation_bytes"])
-    calls = []
+    calls, checks = [], []
     for candidate in request["candidates"]:
         function = _load(candidate["path"], spec.kernel)
-        why = wrong(spec, function, merge, candidate["choices"], num_workers)
-        if why:
+        found = check(spec, function, merge, candidate["choices"], num_workers)
+        if why := wrong(found):
             return {"wrong": why}
+        checks.append([asdict(each) for each in found])
         calls.append(case.bind(function, merge, candidate["choices"], num_workers))
     samples = measure(
         calls,
@@ -66,7 +68,7 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
         max_seconds=request["max_seconds"],
         hopeless_speedup=request["hopeless_speedup"],
     )
-    return {"samples": [asdict(each) for each in samples]}
+    return {"samples": [asdict(each) for each in samples], "checks": checks}
 
 
 if __name__ == "__main__":
