@@ -132,8 +132,11 @@ class PagedAttention:
         dict
             ``kind`` (``tuned``, ``default``, ``generic``, ``compiled`` or ``reference``),
             ``target``, ``artifact``, ``sha256``, ``choices``, ``record``, ``mlflow_run``,
-            ``measured_us``, ``measured_on`` and ``why`` of the decode kernel; ``kv_layout``; and
-            under ``kernels`` the same of every kernel, as their kinds may differ.
+            ``measured_us``, ``measured_on``, ``state`` (``current``, ``stale`` when it was made
+            from other kernel sources than the installed ones, ``tuned elsewhere`` when it was
+            measured on another device or with another number of threads) and ``why`` of the decode
+            kernel; ``kv_layout``; and under ``kernels`` the same of every kernel, as their kinds
+            may differ.
         """
         kernels = {
             name: {"spec": str(kernel.spec), **kernel.description}

@@ -18,6 +18,7 @@ from typing import Any
 from tvmpaged import tvm_libs
 from tvmpaged.bundle import Artifact, Found, find, host_for
 from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.freshness import freshness
 from tvmpaged.spec import AttentionSpec
 
 #: Turns of its loop that an idle thread of TVM's pool spins before it sleeps: enough to bridge the
@@ -123,6 +124,7 @@ def _describe(found: Found, artifact: Artifact, compiled: bool) -> dict[str, Any
         "mlflow_run": artifact.mlflow_run_id,
         "measured_us": artifact.measured_us,
         "measured_on": artifact.measured_on,
+        "state": freshness(artifact.source_sha256, artifact.measured_on, artifact.num_threads),
         "why": found.accepted.why,
     }
 

@@ -103,6 +103,7 @@ def reference_kernel(spec: AttentionSpec) -> Kernel:
             "mlflow_run": None,
             "measured_us": None,
             "measured_on": None,
+            "state": "current",
             "why": "asked for with allow_reference=True; NumPy float64, slow",
         },
     )

@@ -1,17 +1,26 @@
 """The door to compiled code: misses, compiling on a miss, one load per digest, and forks."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from record_tools import make_record
 
-from tvmpaged import PagedAttention
+from tvmpaged import PagedAttention, records, schedules
+from tvmpaged.build import build_artifact, source_sha256
+from tvmpaged.bundle import read_manifest
+from tvmpaged.bundle.trust import sha256
+from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.package import package
 from tvmpaged.runtime.kernel_set import load_kernel
 from tvmpaged.spec import AttentionSpec
 
 SPEC = AttentionSpec.make("copy_blocks", "float32")
+TUNED = AttentionSpec.make("decode", "float32", 64, 3, 16)
+NATIVE = native_target()
 
 
 @pytest.fixture
@@ -58,6 +67,45 @@ def test_the_reference_runs_on_request_only_and_says_so() -> None:
     assert PagedAttention.supports(2, 1, 64, dtype="float32", allow_reference=True) == []
     with pytest.raises(FileNotFoundError, match="strict=True"):
         PagedAttention(2, 1, 64, dtype="float32", strict=True, allow_reference=True)
+
+
+@pytest.fixture(scope="module")
+def tuned_on_a_z80(tmp_path_factory: pytest.TempPathFactory, base_bundle: Path) -> list[Path]:
+    """A bundle with one kernel of a record, and the base bundle for the others."""
+    folder = tmp_path_factory.mktemp("tuned")
+    choices = {**schedules.default_choices(TUNED, NATIVE), "split_length": 256}
+    values = {"spec": TUNED, "target": NATIVE, "choices": choices, "source_sha256": source_sha256()}
+    records.save(folder / "logs", make_record(**values, device="Z80", num_threads=num_threads()))
+    (done,) = package([TUNED], [NATIVE], folder / "bundle", records_dir=folder / "logs")
+    assert not done.failures
+    # The record alone was enough, and the manifest alone is enough: no database is left.
+    shutil.rmtree(folder / "logs")
+    (made,) = read_manifest(folder / "bundle", NATIVE).artifacts
+    assert made.choices == choices
+    build_artifact(TUNED, NATIVE, made.choices, folder / "again.so")
+    assert sha256((folder / "again.so").read_bytes()) == made.sha256
+    return [folder / "bundle", base_bundle]
+
+
+def test_describe_says_stale_and_tuned_elsewhere(
+    tuned_on_a_z80: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned, base = tuned_on_a_z80
+    monkeypatch.setenv("TVMPAGED_BUNDLE", str(base))
+
+    def states() -> tuple[str, str, str]:
+        found = PagedAttention(6, 2, 64, 16, "float32", bundle=tuned).describe()
+        kernels = found["kernels"]
+        assert kernels["decode"]["kind"] == "tuned"
+        return found["state"], kernels["decode"]["state"], kernels["merge"]["state"]
+
+    assert states() == ("tuned elsewhere", "tuned elsewhere", "current")
+    monkeypatch.setattr("tvmpaged.freshness.cpu_model", lambda: "Z80")
+    assert states() == ("current", "current", "current")
+    monkeypatch.setenv("TVMPAGED_NUM_THREADS", str(num_threads() + 1))
+    assert states() == ("tuned elsewhere", "tuned elsewhere", "current")
+    monkeypatch.setattr("tvmpaged.freshness.source_sha256", lambda: "0" * 64)
+    assert states() == ("stale", "stale", "stale")
 
 
 FORK = """

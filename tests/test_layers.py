@@ -35,6 +35,7 @@ FLOORS = {
     "tvmpaged.spec": "base",
     "tvmpaged.cpu": "base",
     "tvmpaged.errors": "base",
+    "tvmpaged.freshness": "base",
     "tvmpaged.model_source": "base",
     "tvmpaged.sources": "base",
     "tvmpaged.tvm_libs": "base",

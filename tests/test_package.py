@@ -17,6 +17,7 @@ from record_tools import make_record
 from tvmpaged import bundle, records
 from tvmpaged.build import source_sha256
 from tvmpaged.bundle import BundleError, read_manifest
+from tvmpaged.cpu import cpu_model, num_threads
 from tvmpaged.package import Packaged, base_specs, package, parse_target
 from tvmpaged.provenance import git_state
 from tvmpaged.records import Record
@@ -73,6 +74,20 @@ def test_a_stale_record_gives_its_choices_but_no_time(tmp_path: Path) -> None:
     entry = read_manifest(tmp_path / "bundle", V3).artifacts[0]
     assert (entry.kind, entry.record_id, entry.measured_us) == ("tuned", made.record_id, None)
     assert "the record is stale" in done.notes[0]
+    assert done.states == {SPEC: "stale"}
+
+
+def test_a_record_of_another_device_or_thread_count_is_said(tmp_path: Path) -> None:
+    here = {"device": cpu_model(), "num_threads": num_threads()}
+    record(tmp_path / "logs", **here)
+    done = pack(tmp_path, SPEC, OTHER_SPEC)
+    assert (done.states, done.notes) == ({SPEC: "current"}, ())
+    for changes in ({"device": "Z80"}, {"num_threads": num_threads() + 1}):
+        record(tmp_path / "logs", **(here | changes))
+        done = pack(tmp_path, SPEC)
+        assert done.states == {SPEC: "tuned elsewhere"}
+        (note,) = done.notes
+        assert f"tuned elsewhere: on {changes.get('device', cpu_model())} with" in note
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,9 @@ from tvmpaged.bundle import (
 )
 from tvmpaged.compile_pool import Build, Job, compile_all
 from tvmpaged.cpu import MICROARCHITECTURES, native_target
+from tvmpaged.freshness import CURRENT
 from tvmpaged.provenance import built_with, git_state
+from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
 
@@ -51,6 +53,8 @@ class Packaged:
         Spec -> why it has no artifact.
     notes : tuple of str
         What a person should know, such as a stale record.
+    states : dict
+        Spec -> what its record is worth here; see `tvmpaged.freshness`. Those without are not in.
     """
 
     target: TargetKey
@@ -58,6 +62,7 @@ class Packaged:
     merge: Merge
     failures: dict[AttentionSpec, str]
     notes: tuple[str, ...] = ()
+    states: dict[AttentionSpec, str] = field(default_factory=dict)
 
     @property
     def num_refused(self) -> int:
@@ -197,7 +202,7 @@ class _Work:
 
     def run(self, specs: Sequence[AttentionSpec], advance: Callable[[int, str], None]) -> Packaged:
         header = _header(self.target)
-        artifacts, failures, notes = self._describe(specs, header)
+        artifacts, failures, found = self._describe(specs, header)
         existing = read_existing(self.out, self.target, self.replace_existing)
         decision = merge(existing, header, artifacts, self.replace_existing)
         done = len(specs) - len(decision.taken)
@@ -228,13 +233,15 @@ class _Work:
         else:
             decision = replace(decision, taken=(), replaced=(), dropped=())
         folder = self.out / str(self.target)
-        return Packaged(self.target, folder, decision, failures, tuple(notes))
+        states = {each.spec: state_of(each) for each in found}
+        notes = tuple(note_on(each) for each in found if state_of(each) != CURRENT)
+        return Packaged(self.target, folder, decision, failures, notes, states)
 
     def _describe(
         self, specs: Sequence[AttentionSpec], header: Manifest
-    ) -> tuple[list[Artifact], dict[AttentionSpec, str], list[str]]:
-        """Return the artifacts as they would be, before anything is compiled."""
-        artifacts, failures, notes = [], {}, []
+    ) -> tuple[list[Artifact], dict[AttentionSpec, str], list[Record]]:
+        """Return the artifacts as they would be, before anything is compiled, and the records."""
+        artifacts, failures, found = [], {}, []
         sources = build.source_sha256()
         for spec in specs:
             try:
@@ -256,28 +263,10 @@ class _Work:
                 created_at=header.created_at,
             )
             if record:
-                artifact = _with_record(artifact, record)
-                if record.source_sha256 != sources:
-                    notes.append(
-                        f"{spec}: the record is stale: its choices were found with other kernel "
-                        "sources, and what it measured is left out; tune again"
-                    )
+                artifact = with_record(artifact, record)
+                found.append(record)
             artifacts.append(artifact)
-        return artifacts, failures, notes
-
-
-def _with_record(artifact: Artifact, record: Record) -> Artifact:
-    fresh = record.source_sha256 == artifact.source_sha256
-    return replace(
-        artifact,
-        kind="tuned",
-        record_id=record.record_id,
-        mlflow_run_id=record.mlflow_run_id,
-        # Other sources make another program of the same choices: its time is not known.
-        measured_us=record.median_us if fresh else None,
-        measured_on=record.device if fresh else None,
-        num_threads=record.num_threads if fresh else None,
-    )
+        return artifacts, failures, found
 
 
 def _header(target: TargetKey) -> Manifest:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tvmpaged import build, records
+from tvmpaged import records
 from tvmpaged.bundle import Artifact, Folder, scan, search
-from tvmpaged.cpu import cpu_model, num_threads
+from tvmpaged.freshness import freshness
+from tvmpaged.recorded import state_of
 
 SCHEMA_VERSION = 1
 
@@ -31,8 +32,7 @@ class Row:
     num_threads : int or None
         The threads of that time.
     state : str
-        ``current``, ``stale`` (made from other kernel sources than the installed ones), ``tuned
-        elsewhere`` (on another device or with other threads than this machine has).
+        ``current``, ``stale`` or ``tuned elsewhere``; see `tvmpaged.freshness`.
     record_id, sha256 : str or None
         Which record, which file.
     """
@@ -60,13 +60,12 @@ class Problem:
 def show_bundles(bundle: Path | None = None) -> tuple[list[Row], list[Problem]]:
     """Return the artifacts of a bundle, or of all on the search path, and what cannot be used."""
     folders = search() if bundle is None else scan(bundle)
-    sources = build.source_sha256()
     rows, problems = [], []
     for folder in folders:
         if folder.manifest is None:
             problems.append(Problem(_place(folder), folder.problem))
             continue
-        rows += [_artifact_row(folder, each, sources) for each in folder.manifest.artifacts]
+        rows += [_artifact_row(folder, each) for each in folder.manifest.artifacts]
     return rows, problems
 
 
@@ -78,7 +77,6 @@ def show_records(folder: Path) -> list[Row]:
     ValueError
         When one of them cannot be read.
     """
-    sources = build.source_sha256()
     return [
         Row(
             place=str(folder),
@@ -88,14 +86,14 @@ def show_records(folder: Path) -> list[Row]:
             median_us=each.median_us,
             measured_on=each.device,
             num_threads=each.num_threads,
-            state=_state(each.source_sha256, sources, each.device, each.num_threads),
+            state=state_of(each),
             record_id=each.record_id,
         )
         for each in records.load_all(folder)
     ]
 
 
-def _artifact_row(folder: Folder, artifact: Artifact, sources: str) -> Row:
+def _artifact_row(folder: Folder, artifact: Artifact) -> Row:
     return Row(
         place=_place(folder),
         target=str(folder.target),
@@ -104,7 +102,7 @@ def _artifact_row(folder: Folder, artifact: Artifact, sources: str) -> Row:
         median_us=artifact.measured_us,
         measured_on=artifact.measured_on,
         num_threads=artifact.num_threads,
-        state=_state(artifact.source_sha256, sources, artifact.measured_on, artifact.num_threads),
+        state=freshness(artifact.source_sha256, artifact.measured_on, artifact.num_threads),
         record_id=artifact.record_id,
         sha256=artifact.sha256,
     )
@@ -112,11 +110,3 @@ def _artifact_row(folder: Folder, artifact: Artifact, sources: str) -> Row:
 
 def _place(folder: Folder) -> str:
     return f"{folder.path} [{folder.source}]"
-
-
-def _state(made_from: str, sources: str, device: str | None, threads: int | None) -> str:
-    if made_from != sources:
-        return "stale"
-    if device not in (None, cpu_model()) or threads not in (None, num_threads()):
-        return "tuned elsewhere"
-    return "current"

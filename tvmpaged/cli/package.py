@@ -94,13 +94,19 @@ def _print(done: list[Packaged]) -> None:
         for artifact in each.merge.dropped:
             warn(f"{artifact.spec}: dropped, it was built under another ABI")
     rows = [
-        (state, artifact.kind, artifact.spec, artifact.sha256[:16])
+        (
+            state,
+            artifact.kind,
+            artifact.spec,
+            each.states.get(artifact.spec, "-"),
+            artifact.sha256[:16],
+        )
         for each in done
         for state, artifacts in (("new", each.merge.taken), ("unchanged", each.merge.unchanged))
         for artifact in artifacts
     ]
     if rows:
-        print_table(("state", "kind", "spec", "sha256"), rows)
+        print_table(("state", "kind", "spec", "record", "sha256"), rows)
     for each in done:
         say(f"{each.target}: {each.folder}")
 
@@ -116,4 +122,5 @@ def _plain(each: Packaged) -> dict[str, object]:
         "kept": [str(kept) for kept in each.merge.kept],
         "failures": {str(spec): reason for spec, reason in each.failures.items()},
         "notes": list(each.notes),
+        "records": {str(spec): state for spec, state in each.states.items()},
     }
