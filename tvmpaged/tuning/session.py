@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
@@ -88,6 +89,25 @@ class Session:
         if self._seconds_each:
             left = min(left, (self.num_trials - len(self.trials)) * self._seconds_each)
         return max(0.0, left) if left != float("inf") else None
+
+    def status(self, phase: str) -> Status:
+        """Return how far it is; see `Status` for the phases."""
+        best, default = self.best(), self.default_trial()
+        name, rate = "", None
+        if best is not None:
+            name, rate = self.task.workload.rate(self.task.spec, best.median_us)
+        return Status(
+            spec=self.task.spec,
+            phase=phase,
+            trials=len(self.trials),
+            num_trials=self.num_trials,
+            failures=sum(self.failures().values()),
+            best_us=best.median_us if best is not None else None,
+            default_us=default.median_us if default and default.latency_us else None,
+            rate_name=name,
+            rate=rate,
+            eta_s=self.eta_s() if phase in ("start", "search") else None,
+        )
 
     def default_trial(self) -> Trial | None:
         """Return the untuned default's trial."""

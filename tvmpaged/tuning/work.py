@@ -210,20 +210,4 @@ class Work:
         return [path.with_suffix(".py"), path.with_suffix(".s")]
 
     def _tell(self, session: Session, phase: str) -> None:
-        best, default = session.best(), session.default_trial()
-        name, rate = "", None
-        if best is not None:
-            name, rate = session.task.workload.rate(self.spec, best.median_us)
-        status = Status(
-            spec=self.spec,
-            phase=phase,
-            trials=len(session.trials),
-            num_trials=session.num_trials,
-            failures=sum(session.failures().values()),
-            best_us=best.median_us if best is not None else None,
-            default_us=default.median_us if default and default.latency_us else None,
-            rate_name=name,
-            rate=rate,
-            eta_s=session.eta_s() if phase in ("start", "search") else None,
-        )
-        self.on_status(status)
+        self.on_status(session.status(phase))
