@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvmpaged import build, records, schedules
+from tvmpaged import build, provenance, records, schedules
 from tvmpaged.bundle import (
-    Abi,
     Artifact,
     Built,
     Manifest,
@@ -17,13 +16,11 @@ from tvmpaged.bundle import (
     load_private_key,
     merge,
     read_existing,
-    utc_now,
     write,
 )
 from tvmpaged.compile_pool import Build, Job, compile_all
-from tvmpaged.cpu import MICROARCHITECTURES, native_target
+from tvmpaged.cpu import native_target
 from tvmpaged.freshness import CURRENT
-from tvmpaged.provenance import built_with, git_state
 from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
@@ -201,7 +198,7 @@ class _Work:
     compile_with: Build | None
 
     def run(self, specs: Sequence[AttentionSpec], advance: Callable[[int, str], None]) -> Packaged:
-        header = _header(self.target)
+        header = provenance.header(self.target)
         artifacts, failures, found = self._describe(specs, header)
         existing = read_existing(self.out, self.target, self.replace_existing)
         decision = merge(existing, header, artifacts, self.replace_existing)
@@ -267,19 +264,3 @@ class _Work:
                 found.append(record)
             artifacts.append(artifact)
         return artifacts, failures, found
-
-
-def _header(target: TargetKey) -> Manifest:
-    cpu = target.kind == "cpu"
-    if cpu and target.arch not in MICROARCHITECTURES:
-        known = ", ".join(f"cpu/{name}" for name in MICROARCHITECTURES)
-        raise ValueError(f"target={target} is not known; allowed: native, {known}")
-    return Manifest(
-        target=target,
-        abi=Abi(),
-        cpu_features=tuple(sorted(MICROARCHITECTURES[target.arch])) if cpu else (),
-        sm_arch=None if cpu else target.arch,
-        built_with=built_with(target),
-        git=git_state(),
-        created_at=utc_now(),
-    )

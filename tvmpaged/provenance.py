@@ -1,4 +1,4 @@
-"""Where an artifact comes from: the commit of the sources, and the exact versions of the tools."""
+"""Where an artifact comes from, and what it needs: sources, exact versions of the tools, target."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 from shutil import which
 
-from tvmpaged.bundle import BuiltWith, Git
+from tvmpaged.bundle import Abi, BuiltWith, Git, Manifest, utc_now
 from tvmpaged.bundle.search import installed_version
+from tvmpaged.cpu import MICROARCHITECTURES
 from tvmpaged.spec import TargetKey
 
 
@@ -49,4 +50,27 @@ def built_with(target: TargetKey) -> BuiltWith:
         tvm_ffi=installed_version("apache-tvm-ffi"),
         linker=linker.splitlines()[0],
         toolkit=toolkit.splitlines()[-1] if toolkit else None,
+    )
+
+
+def header(target: TargetKey) -> Manifest:
+    """Return a manifest without artifacts: what all that is built now for a target share.
+
+    Raises
+    ------
+    ValueError
+        When the microarchitecture is not known.
+    """
+    cpu = target.kind == "cpu"
+    if cpu and target.arch not in MICROARCHITECTURES:
+        known = ", ".join(f"cpu/{name}" for name in MICROARCHITECTURES)
+        raise ValueError(f"target={target} is not known; allowed: native, {known}")
+    return Manifest(
+        target=target,
+        abi=Abi(),
+        cpu_features=tuple(sorted(MICROARCHITECTURES[target.arch])) if cpu else (),
+        sm_arch=None if cpu else target.arch,
+        built_with=built_with(target),
+        git=git_state(),
+        created_at=utc_now(),
     )
