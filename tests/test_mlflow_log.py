@@ -16,8 +16,10 @@ from tvmpaged import records, schedules
 from tvmpaged.tuning import mlflow_log
 from tvmpaged.tuning.background import QUEUE_SIZE, Background
 from tvmpaged.tuning.interrupt import GivenUpError
-from tvmpaged.tuning.mlflow_log import MAX_PARAM, RunLog, tracking_uri
+from tvmpaged.tuning.log import read_searches
+from tvmpaged.tuning.mlflow_log import RunLog
 from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.tracking import MAX_PARAM, tracking_uri
 
 PARAMS = {"trials": 24, "specs": "x" * 10_000}
 
@@ -123,7 +125,9 @@ def test_a_search_that_was_cut_short_goes_on_in_its_run(
     machine.fate, uri = stop, f"sqlite:///{database}"
     assert search(tmp_path, uri, [], machine) is None
     log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
-    cut = json.loads(log.read_text().splitlines()[0])["mlflow_run_id"]
+    (cut,) = [each.mlflow_run_id for each in read_searches(log)]
+    # Another machine finds its trials there.
+    assert {each.path for each in client.list_artifacts(cut)} == {"trials.jsonl"}
     assert client.get_run(cut).info.status == "KILLED"
     # As kill -9 would have left it.
     client.update_run(cut, status="RUNNING")
@@ -208,7 +212,7 @@ def test_a_server_that_hangs_costs_a_bounded_time_and_one_warning(
     search(tmp_path, f"http://me:secret@127.0.0.1:{silent_server}", warnings)
     assert time.monotonic() - begin < 30
     check_unhurt(tmp_path, warnings)
-    assert "does not answer" in warnings[0]
+    assert "no answer in time" in warnings[0]
 
 
 def test_a_login_in_the_address_reaches_nothing_that_is_written(
@@ -245,7 +249,7 @@ def test_a_server_that_dies_in_between_is_one_warning(tmp_path: Path, database: 
 
     def die(_choices: Any) -> None:
         if len(machine.measured) == 12:
-            runs._client = object()
+            runs._tracking.client = object()  # type: ignore[union-attr]
 
     machine.fate = die
     task = work(machine, tmp_path, trials=24)

@@ -38,7 +38,7 @@ def test_what_is_no_trial_is_refused_and_passed_over_in_a_log(
     setting = Setting.here(Workload.representative(SPEC))
     with open_log(tmp_path) as log:
         log.start(setting, 0)
-        log._append([{"kind": "trial", **data}])
+        log._lines.append([{"kind": "trial", **data}])
         log.append([TIMED])
         assert log.earlier(setting).trials == [TIMED]
 

@@ -278,9 +278,10 @@ def test_the_summary_says_what_each_options_values_cost() -> None:
 
 
 def test_the_log_holds_choices_as_plain_data(tmp_path: Path) -> None:
-    work(FakeMachine(tmp_path), tmp_path, trials=8).run()
+    record = work(FakeMachine(tmp_path), tmp_path, trials=8).run()
     lines = (records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl").read_text().splitlines()
-    first, *trials = map(json.loads, lines)
+    first, *trials, last = map(json.loads, lines)
+    assert last == {"kind": "record", "record_id": record.record_id}
     assert first["kind"] == "run"
     assert first["setting"]["source_sha256"] == SETTING.source_sha256
     assert len(trials) == 8

@@ -14,9 +14,10 @@ from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
 from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import LOG_NAME, read_runs
 from tvmpaged.tuning.machine import open_machine
-from tvmpaged.tuning.mlflow_log import RunLog, tracking_uri
+from tvmpaged.tuning.mlflow_log import RunLog
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.status import Estimate, Status, Tuned
+from tvmpaged.tuning.tracking import tracking_uri
 from tvmpaged.tuning.work import Settings, Work
 
 __all__ = ["Estimate", "Settings", "Status", "Tuned", "estimate", "parse_target", "tune"]

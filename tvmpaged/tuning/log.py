@@ -1,7 +1,8 @@
 """The log of one spec's trials: JSON lines, only ever appended to.
 
-Each run of the tuner writes a ``run`` line with its setting, then a line per trial. A line that
-was torn by a crash is passed over; what is appended after it starts on a line of its own.
+Each run of the tuner writes a ``run`` line with its setting, a line per trial, a ``tracked`` line
+once a tracking server has named its run, and a ``record`` line when it has come to its end. A line
+that was torn by a crash is passed over; what is appended after it starts on a line of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,43 @@ class Run:
     seed : int or None
         Of the last such run.
     mlflow_run_id : str or None
-        Of the last such run.
+        Of the last such run; None when it came to its end.
     """
 
     trials: list[Trial]
     seed: int | None = None
     mlflow_run_id: str | None = None
+
+
+@dataclass
+class Search:
+    """One search as a log holds it: a run, with those that resumed it before it came to its end.
+
+    Parameters
+    ----------
+    setting_key : str
+        Of its setting.
+    setting : dict
+        That setting as plain data.
+    seed : int
+        Of its proposals.
+    trials : dict
+        Key -> trial, in the order they were measured; a resumed search has those before it.
+    mlflow_run_id : str or None
+        Its run on a tracking server.
+    record_id : str or None
+        Its record's; None when it never came to its end.
+    begin : int
+        How many of the trials it began with.
+    """
+
+    setting_key: str
+    setting: dict[str, Any]
+    seed: int
+    trials: dict[str, Trial] = field(default_factory=dict)
+    mlflow_run_id: str | None = None
+    record_id: str | None = None
+    begin: int = 0
 
 
 class Lines:
@@ -86,7 +118,14 @@ class TrialLog:
         self.path = path
         self._lines = Lines(path)
 
-    def start(self, setting: Setting, seed: int, mlflow_run_id: str | None = None) -> None:
+    def start(
+        self,
+        setting: Setting,
+        seed: int,
+        mlflow_run_id: str | None = None,
+        *,
+        resumed: bool = False,
+    ) -> None:
         """Write the line of a new run."""
         self._lines.append(
             [
@@ -96,6 +135,7 @@ class TrialLog:
                     "setting_key": setting.key,
                     "seed": seed,
                     "mlflow_run_id": mlflow_run_id,
+                    "resumed": resumed,
                     "setting": setting.as_dict(),
                 }
             ]
@@ -105,6 +145,19 @@ class TrialLog:
         """Write trials of the run that was started last; they are on the disk when it returns."""
         self._lines.append([{"kind": "trial", **each.as_dict()} for each in trials])
 
+    def track(self, mlflow_run_id: str) -> None:
+        """Write under which name a tracking server has the run that was started last."""
+        self._lines.append([{"kind": "tracked", "mlflow_run_id": mlflow_run_id}])
+
+    def finish(self, record_id: str) -> None:
+        """Write that the run that was started last has its record."""
+        self._lines.append([{"kind": "record", "record_id": record_id}])
+
+    def run_ids(self) -> list[str]:
+        """Return the names of all runs that tracking servers have of this log."""
+        found = [each.mlflow_run_id for each in read_searches(self.path)]
+        return [each for each in dict.fromkeys(found) if each is not None]
+
     def earlier(self, setting: Setting) -> Run:
         """Return the trials of all runs whose setting is this one."""
         return read_runs(self.path, setting.key)
@@ -112,20 +165,61 @@ class TrialLog:
 
 def read_runs(path: Path, setting_key: str) -> Run:
     """Return what a log holds for a setting; lines that cannot be read are passed over."""
+    found = [each for each in read_searches(path) if each.setting_key == setting_key]
+    if not found:
+        return Run([])
     trials: dict[str, Trial] = {}
-    seed, mlflow_run_id, ours = None, None, False
+    for search in found:
+        trials |= _new(search.trials, trials)
+    last = found[-1]
+    run_id = last.mlflow_run_id if last.record_id is None else None
+    return Run(list(trials.values()), last.seed, run_id)
+
+
+def _new(trials: Mapping[str, Trial], known: Mapping[str, Trial]) -> dict[str, Trial]:
+    return {key: each for key, each in trials.items() if key not in known}
+
+
+def read_searches(path: Path) -> list[Search]:
+    """Return the searches that a log holds; lines that cannot be read are passed over."""
+    found: list[Search] = []
+    now: Search | None = None
     for line in Lines(path).read():
         try:
             if line["kind"] == "run":
-                ours = line["setting_key"] == setting_key
-                if ours:
-                    seed, mlflow_run_id = int(line["seed"]), line.get("mlflow_run_id")
-            elif ours:
+                now = _search(line, found)
+            elif now is None:
+                continue
+            elif line["kind"] == "tracked":
+                now.mlflow_run_id = str(line["mlflow_run_id"])
+            elif line["kind"] == "record":
+                now.record_id = str(line["record_id"])
+            else:
                 trial = Trial.from_dict(line)
-                trials.setdefault(trial.key, trial)
-        except (KeyError, TypeError, ValueError):
+                now.trials.setdefault(trial.key, trial)
+        except (AttributeError, KeyError, TypeError, ValueError):
             continue
-    return Run(list(trials.values()), seed, mlflow_run_id)
+    return found
+
+
+def _search(line: dict[str, Any], found: list[Search]) -> Search:
+    """Return the search that a run's line begins, or goes on with."""
+    run_id = line.get("mlflow_run_id")
+    new = Search(str(line["setting_key"]), dict(line["setting"]), int(line["seed"]))
+    new.mlflow_run_id = None if run_id is None else str(run_id)
+    before = [each for each in found if each.setting_key == new.setting_key]
+    # Logs of before the word "resumed" tell a resumed run by the name it kept.
+    resumed = line.get("resumed", bool(before and run_id and before[-1].mlflow_run_id == run_id))
+    if resumed and before and before[-1].record_id is None:
+        last = before[-1]
+        last.seed, last.mlflow_run_id = new.seed, new.mlflow_run_id or last.mlflow_run_id
+        return last
+    if resumed:
+        for each in before:
+            new.trials |= _new(each.trials, new.trials)
+        new.begin = len(new.trials)
+    found.append(new)
+    return new
 
 
 @contextmanager

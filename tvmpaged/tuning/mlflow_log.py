@@ -1,61 +1,48 @@
 """Runs in MLflow: a parent per command, a child per spec. Nothing here can hurt the search.
 
-All calls go through a background thread. A server that fails or hangs costs a bounded time and one
-warning; then nothing more is logged, and the records are complete without it.
+All calls go through a background thread that nobody waits for while it is behind. A server that
+fails or hangs costs one warning; then nothing more is logged, and log and record are complete
+without it: ``tvmpaged mlflow-sync`` uploads what was missed.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-from filelock import FileLock
 
 from tvmpaged.env import hide_secrets
 from tvmpaged.records import Record
 from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning import tracking
 from tvmpaged.tuning.background import Background
+from tvmpaged.tuning.orphans import WRITER_TAG, close_orphans, writer
 from tvmpaged.tuning.setting import Setting
+from tvmpaged.tuning.tracking import PARENT_TAG, Rate, Tracking
 from tvmpaged.tuning.trial import Trial
 
-DEFAULT_URI = "sqlite:///mlflow.db"
-EXPERIMENT = "tvmpaged"
 #: To import MLflow and make a database's tables takes its time; a server is there or it is not.
 DATABASE_TIMEOUT_S, SERVER_TIMEOUT_S = 90.0, 20.0
-ANSWER_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 30.0
-#: What every tracking server takes.
-MAX_PARAM, MAX_BATCH = 500, 100
-#: Microseconds -> (metric's name, value).
-Rate = Callable[[float], tuple[str, float]]
-_SQLITE = "sqlite:///"
+#: For a message, and for a spec's files.
+ANSWER_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 20.0
+#: For all that is left when a command ends.
+CLOSE_TIMEOUT_S = 60.0
+#: How long the search waits for a server that was not behind before.
+PATIENCE_S = 1.0
 
 
-def tracking_uri(flag: str | None) -> str:
-    """Return where runs go: the flag, else MLFLOW_TRACKING_URI, else our default.
+@dataclass
+class SpecRun:
+    """One spec's run.
 
-    Raises
-    ------
-    ValueError
-        When it is a plain folder, which MLflow keeps no runs in any more.
+    Parameters
+    ----------
+    id : str or None
+        Known once the server has answered.
     """
-    uri = flag or os.environ.get("MLFLOW_TRACKING_URI", "").strip() or DEFAULT_URI
-    parts = urlsplit(uri)
-    if parts.scheme in ("", "file") and not os.environ.get("MLFLOW_ALLOW_FILE_STORE"):
-        folder = parts.path or uri
-        raise ValueError(
-            f"mlflow uri {uri!r} is a plain folder, which MLflow keeps no runs in any more; write "
-            f"--mlflow-uri {_SQLITE}{folder.rstrip('/')}/mlflow.db"
-        )
-    return uri
+
+    id: str | None = None
 
 
 class RunLog:
@@ -64,7 +51,7 @@ class RunLog:
     Parameters
     ----------
     uri : str
-        From `tracking_uri`.
+        From `tvmpaged.tuning.tracking.tracking_uri`.
     on_warning : callable
         Told once when logging stops.
     params : mapping
@@ -78,15 +65,15 @@ class RunLog:
         self._params = params
         self._on_warning = on_warning
         self._background = Background(self._warn)
-        self._client: Any = None
-        self._experiment = ""
+        self._tracking: Tracking | None = None
         self._parent: str | None = None
-        #: Runs that this command has opened and not ended yet.
+        #: Runs that this command has opened and not ended yet, the parent first.
         self._open: list[str] = []
 
     def connect(self) -> None:
         """Begin to connect; returns at once."""
-        self._background.submit(self._connect)
+        timeout_s = DATABASE_TIMEOUT_S if tracking.database(self._uri) else SERVER_TIMEOUT_S
+        self._background.submit(self._connected, timeout_s)
 
     def start_spec(
         self,
@@ -94,192 +81,144 @@ class RunLog:
         target: TargetKey,
         setting: Setting,
         seed: int,
-        earlier: str | None,
-    ) -> str | None:
-        """Open a spec's run, the `earlier` one again if there is one; return its id."""
-        found: list[str] = []
+        *,
+        earlier: str | None = None,
+        orphans: Iterable[str] | None = None,
+    ) -> SpecRun:
+        """Open a spec's run, or the `earlier` one again; returns at once, before it has an id.
+
+        Parameters
+        ----------
+        spec, target, setting, seed
+            What is searched.
+        earlier : str, optional
+            The run that was cut short.
+        orphans : iterable of str, optional
+            Runs that nobody else writes: if they are still RUNNING, their command was killed. Given
+            at all, other commands' runs are looked through, too.
+        """
+        run = SpecRun()
+        mine = None if orphans is None else list(orphans)
 
         def job() -> None:
-            self._connect()
-            reopened = earlier if earlier and self._reopen(earlier) else None
-            found.append(reopened or self._new_child(spec, target, setting, seed))
+            server = self._connected()
+            if mine is not None:
+                close_orphans(server, mine)
+            reopened = earlier if earlier and self._reopen(server, earlier) else None
+            run.id = reopened or self._new_child(server, spec, target, setting, seed)
 
-        self._background.submit(job)
-        if not self._background.settle(self._patience()):
-            self._background.fail("the tracking server does not answer")
-        return found[0] if found else None
+        self.connect()
+        self._background.submit(job, ANSWER_TIMEOUT_S)
+        return run
 
-    def log_trials(
-        self, run_id: str | None, before: list[Trial], batch: list[Trial], rate: Rate
-    ) -> None:
+    def log_trials(self, run: SpecRun, before: list[Trial], batch: list[Trial], rate: Rate) -> None:
         """Log a batch: one step per trial."""
-        if run_id is None or not batch:
+        if not batch:
             return
-        metrics = list(_metrics(before, batch, rate))
-        self._background.submit(lambda: self._log_metrics(run_id, metrics))
-        # Between batches nothing is measured, so this is the time to write.
-        self._background.settle(1.0)
+        points = list(tracking.trial_points(before, batch, rate))
+        self._do(lambda server, run_id: server.log(run_id, points=points), run, ANSWER_TIMEOUT_S)
 
-    def finish_spec(self, run_id: str | None, record: Record, files: Iterable[Path]) -> None:
+    def id_of(self, run: SpecRun) -> str | None:
+        """Return a run's id, after a little patience."""
+        if run.id is None:
+            self._background.settle(PATIENCE_S)
+        return run.id
+
+    def finish_spec(self, run: SpecRun, record: Record, files: Iterable[Path]) -> None:
         """Log the winner and end a spec's run."""
-        if run_id is None:
-            return
         names = list(files)
 
-        def job() -> None:
-            from mlflow.entities import Param, RunTag
+        def job(server: Tracking, run_id: str) -> None:
+            params, tags = tracking.winner_params(record), tracking.winner_tags(record)
+            server.log(run_id, params=params, tags=tags, points=tracking.winner_points(record))
+            self._upload(server, run_id, names)
+            self._end(server, run_id, "FINISHED")
 
-            params = [Param(f"choice.{k}", _short(v)) for k, v in record.choices.items()]
-            tags = {
-                "record_id": record.record_id,
-                "winner": "default" if record.is_default else "tuned",
-                **{f"failures.{name}": str(n) for name, n in record.failures.items()},
-            }
-            winner = {"speedup": record.speedup, "winner_latency_us": record.median_us}
-            winner |= {"default_latency_us": record.default_latency_us.median}
-            self._client.log_batch(
-                run_id, params=params, tags=[RunTag(k, _short(v)) for k, v in tags.items()]
-            )
-            self._log_metrics(run_id, [(k, v, record.trials) for k, v in winner.items()])
-            for name in names:
-                if name.exists():
-                    self._client.log_artifact(run_id, str(name))
-            self._end(run_id, "FINISHED")
+        self._do(job, run, UPLOAD_TIMEOUT_S)
 
-        self._background.submit(job)
-        self._background.settle(ANSWER_TIMEOUT_S)
+    def keep_log(self, run: SpecRun, log: Path) -> None:
+        """Upload the log of a search that is given up."""
+        self._do(lambda server, run_id: self._upload(server, run_id, [log]), run, UPLOAD_TIMEOUT_S)
 
     def close(self, status: str) -> None:
-        """End what is open: ``FINISHED``, ``FAILED`` or ``KILLED``."""
+        """End what is open: ``FINISHED``, ``FAILED`` or ``KILLED``; a late job ends the wait."""
 
         def job() -> None:
             for run_id in list(self._open):
-                # The parent was opened first; children that finished are no longer in the list.
-                self._end(run_id, status)
+                self._end(self._connected(), run_id, status)
 
-        if self._open and not self._background.failed:
-            self._background.submit(job)
-            if not self._background.settle(CLOSE_TIMEOUT_S):
-                self._background.fail("the tracking server does not answer")
+        self._background.submit(job, ANSWER_TIMEOUT_S)
+        if not self._background.settle(CLOSE_TIMEOUT_S):
+            self._background.fail("no answer in time")
 
-    def _patience(self) -> float:
-        if self._client is not None:
-            return ANSWER_TIMEOUT_S
-        return SERVER_TIMEOUT_S if _database(self._uri) is None else DATABASE_TIMEOUT_S
+    def _do(self, job: Callable[[Tracking, str], None], run: SpecRun, deadline_s: float) -> None:
+        """Submit a job about a run; wait a little for it, but for nothing that was late before."""
+
+        def with_run() -> None:
+            if run.id is not None:
+                job(self._connected(), run.id)
+
+        is_behind = not self._background.idle
+        self._background.submit(with_run, deadline_s)
+        if not is_behind:
+            # Between batches nothing is measured, so this is the time to write.
+            self._background.settle(PATIENCE_S)
 
     def _warn(self, why: str) -> None:
         shown = hide_secrets("", why.strip().splitlines()[0] if why.strip() else "no reason given")
-        self._on_warning(f"MLflow: {shown}; tuning goes on without it")
+        self._on_warning(
+            f"MLflow: {shown}; tuning goes on without it (later: tvmpaged mlflow-sync DIR)"
+        )
 
-    def _connect(self) -> None:
-        if self._client is not None:
-            return
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("DO_NOT_TRACK", "true")
-        from mlflow.tracking import MlflowClient
-
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        database = _database(self._uri)
-        if database is not None:
-            database.parent.mkdir(parents=True, exist_ok=True)
-        # Two commands that make one new database at once would make its tables twice.
-        lock = FileLock(f"{database}.lock", DATABASE_TIMEOUT_S) if database else nullcontext()
-        with lock:
-            client = MlflowClient(self._uri)
-            found = client.get_experiment_by_name(name)
-            if found is not None:
-                self._experiment = found.experiment_id
-            else:
-                artifacts = None if database is None else database.parent / "mlartifacts"
-                self._experiment = client.create_experiment(
-                    name, artifact_location=artifacts.as_uri() if artifacts else None
-                )
-        self._client = client
+    def _connected(self) -> Tracking:
+        if self._tracking is None:
+            self._tracking = Tracking(self._uri)
+        return self._tracking
 
     def _new_child(
-        self, spec: AttentionSpec, target: TargetKey, setting: Setting, seed: int
+        self,
+        server: Tracking,
+        spec: AttentionSpec,
+        target: TargetKey,
+        setting: Setting,
+        seed: int,
     ) -> str:
-        from mlflow.entities import Param
-
         if self._parent is None:
-            self._parent = self._create("tune", {}, self._params)
-        tags = {"mlflow.parentRunId": self._parent}
-        params = {f"spec.{name}": value for name, value in asdict(spec).items()}
-        params |= {f"setting.{name}": value for name, value in setting.as_dict().items()}
-        params |= {"spec": str(spec), "target": str(target), "seed": seed}
-        run_id = self._create(str(spec), tags, {})
-        self._client.log_batch(run_id, params=[Param(k, _short(v)) for k, v in params.items()])
-        return run_id
+            self._parent = self._create(server, "tune", {}, self._params)
+        params = tracking.spec_params(spec, target, setting, seed)
+        return self._create(server, str(spec), {PARENT_TAG: self._parent}, params)
 
-    def _create(self, name: str, tags: dict[str, str], params: Mapping[str, Any]) -> str:
-        from mlflow.entities import Param
-
-        run = self._client.create_run(self._experiment, tags=tags, run_name=name)
-        run_id = str(run.info.run_id)
+    def _create(
+        self, server: Tracking, name: str, tags: Mapping[str, str], params: Mapping[str, Any]
+    ) -> str:
+        run_id = server.create_run(name, {**tags, WRITER_TAG: writer()}, params)
         self._open.append(run_id)
-        self._client.log_batch(run_id, params=[Param(k, _short(v)) for k, v in params.items()])
         return run_id
 
-    def _reopen(self, run_id: str) -> bool:
+    def _reopen(self, server: Tracking, run_id: str) -> bool:
         """Set a run that was cut short, and its parent, to running again; False when it was not."""
         from mlflow.exceptions import MlflowException
 
         try:
-            run = self._client.get_run(run_id)
+            run = server.client.get_run(run_id)
         except MlflowException:
-            return False  # of another server, or deleted
-        if run.info.status == "FINISHED":
+            return False  # of another server
+        if run.info.status == "FINISHED" or run.info.lifecycle_stage == "deleted":
             return False  # it has its winner, which cannot change
-        parent = run.data.tags.get("mlflow.parentRunId")
+        parent = run.data.tags.get(PARENT_TAG)
         for each in (parent, run_id):
             if each and each not in self._open:
-                self._client.update_run(each, status="RUNNING")
+                server.client.update_run(each, status="RUNNING")
+                server.log(each, tags={WRITER_TAG: writer()})
                 self._open.append(each)
         self._parent = self._parent or parent
         return True
 
-    def _end(self, run_id: str, status: str) -> None:
-        self._client.set_terminated(run_id, status)
+    def _upload(self, server: Tracking, run_id: str, files: Iterable[Path]) -> None:
+        for file in files:
+            if file.exists():
+                server.client.log_artifact(run_id, str(file))
+
+    def _end(self, server: Tracking, run_id: str, status: str) -> None:
+        server.client.set_terminated(run_id, status)
         self._open.remove(run_id)
-
-    def _log_metrics(self, run_id: str, metrics: list[tuple[str, float, int]]) -> None:
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        found = [Metric(name, value, now, step) for name, value, step in metrics]
-        for begin in range(0, len(found), MAX_BATCH):
-            self._client.log_batch(run_id, metrics=found[begin : begin + MAX_BATCH])
-
-
-def _metrics(
-    before: list[Trial], batch: list[Trial], rate: Rate
-) -> Iterable[tuple[str, float, int]]:
-    """Yield (name, value, step) of a batch; a step is a trial, counted from 1."""
-    best = min((each.median_us for each in before), default=float("inf"))
-    failures = Counter(each.reason for each in before if each.reason)
-    for step, each in enumerate(batch, start=len(before) + 1):
-        if each.reason:
-            failures[each.reason] += 1
-            yield f"failures.{each.reason}", float(failures[each.reason]), step
-        else:
-            yield "latency_us", each.median_us, step
-        best = min(best, each.median_us)
-        if best < float("inf"):
-            name, value = rate(best)
-            yield "best_latency_us", best, step
-            yield f"best_{name}", value, step
-
-
-def _short(value: Any) -> str:
-    """Return a value as text that every server takes; the artifacts hold it whole."""
-    text = str(value)
-    return text if len(text) <= MAX_PARAM else text[: MAX_PARAM - 1] + "…"
-
-
-def _database(uri: str) -> Path | None:
-    """Return the file of an SQLite database, which gets its artifacts beside it."""
-    if not uri.startswith(_SQLITE):
-        return None
-    return Path(uri.removeprefix(_SQLITE).partition("?")[0]).absolute()

@@ -23,6 +23,7 @@ from tvmpaged.tuning.starts import default_start, neighbours, spec_seed
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.task import Task
+from tvmpaged.tuning.tracked import Tracked
 from tvmpaged.tuning.trial import Trial, choices_key
 from tvmpaged.tuning.workload import DEFAULT_NUM_KV_HEADS, Workload
 
@@ -105,20 +106,24 @@ class Work:
         setting = Setting.here(self.settings.workload(self.spec))
         folder = records.folder(self.settings.work_dir, self.target, self.spec)
         with open_log(folder) as log:
-            session, run_id = self._start(log, setting)
-            self._search(session, log, run_id)
-            self._tell(session, "finalists")
-            result = decide(session.task, session.default, list(session.trials.values()))
+            session, tracked = self._start(log, setting)
+            try:
+                self._search(session, tracked)
+                self._tell(session, "finalists")
+                result = decide(session.task, session.default, list(session.trials.values()))
+            except GivenUpError:
+                tracked.give_up()
+                raise
+            run_id = tracked.run_id()
             record = make_record(session, setting, result, self.settings.seed, run_id)
-            path = records.save(self.settings.work_dir, record)
-            files = [path, log.path, write_summary(folder, record, list(session.trials.values()))]
-            if self.runs is not None:
-                files += self._explain(record)
-                self.runs.finish_spec(run_id, record, files)
+            files = [records.save(self.settings.work_dir, record)]
+            files += [write_summary(folder, record, list(session.trials.values()))]
+            files += self._explain(record) if self.runs is not None else []
+            tracked.finish(record, files)
             self._tell(session, "done")
             return record
 
-    def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, str | None]:
+    def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, Tracked]:
         seed = spec_seed(self.settings.seed, self.spec)
         task = Task(
             machine=self.machine,
@@ -140,11 +145,18 @@ class Work:
             default = choices_key(task.default)
             task.answers = {each.key: each for each in known if each.key == default}
         run_id = earlier.mlflow_run_id if earlier is not None else None
+        run = None
         if self.runs is not None:
-            run_id = self.runs.start_spec(
-                self.spec, self.target, setting, self.settings.seed, run_id
+            run = self.runs.start_spec(
+                self.spec,
+                self.target,
+                setting,
+                self.settings.seed,
+                earlier=run_id,
+                # We hold the log's lock: nobody else writes the runs that it names.
+                orphans=log.run_ids() if self.settings.resume else None,
             )
-        log.start(setting, self.settings.seed, run_id)
+        log.start(setting, self.settings.seed, run_id, resumed=self.settings.resume)
         session = ModelSession(
             task=task,
             seed=seed,
@@ -153,25 +165,18 @@ class Work:
             starts=[task.default, *neighbours(self.spec, self.target, self.settings.work_dir)],
             known=known,
         )
-        return session, run_id
+        return session, Tracked(log, self.runs, run, run_id)
 
-    def _search(self, session: Session, log: TrialLog, run_id: str | None) -> None:
+    def _search(self, session: Session, tracked: Tracked) -> None:
         logged = set(session.task.answers)
 
         def on_batch(batch: list[Trial]) -> None:
             new = [each for each in batch if each.key not in logged]
-            log.append(new)
+            new_keys = {each.key for each in new}
+            before = [each for each in session.trials.values() if each.key not in new_keys]
+            tracked.append(before, new, lambda us: session.task.workload.rate(self.spec, us))
             if batch:
                 self._tell(session, "search")
-            if self.runs is not None:
-                new_keys = {each.key for each in new}
-                before = [each for each in session.trials.values() if each.key not in new_keys]
-                self.runs.log_trials(
-                    run_id,
-                    before,
-                    new,
-                    lambda latency_us: session.task.workload.rate(self.spec, latency_us),
-                )
 
         session.on_batch = on_batch
         self._tell(session, "start")
