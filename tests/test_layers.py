@@ -36,7 +36,9 @@ FLOORS = {
     "tvmpaged.cpu": "base",
     "tvmpaged.errors": "base",
     "tvmpaged.freshness": "base",
+    "tvmpaged.gpu": "base",
     "tvmpaged.model_source": "base",
+    "tvmpaged.roofs": "base",
     "tvmpaged.sources": "base",
     "tvmpaged.tvm_libs": "base",
 }
@@ -60,6 +62,8 @@ MAY_IMPORT = {
 }
 
 COMPILER = {"tvm", "xgboost", "mlflow"}
+#: What measures exported candidates, besides the runtime: it runs where there is no compiler.
+MEASURING = ("tvmpaged.cli.measure", "tvmpaged.measure", "tvmpaged.tuning.measure_worker")
 #: The allocator knows nothing of tensors.
 TENSORS = {"torch", "numpy", "tvm_ffi"}
 ALLOCATOR = "tvmpaged.runtime.block_manager"
@@ -176,27 +180,34 @@ def _serving(
     edges: dict[str, set[str]],
     outside: dict[str, list[Import]],
 ) -> list[str]:
-    """Check the runtime with everything it imports."""
-    reached = {module for module in known if floor(module) == "runtime"}
-    queue = list(reached)
-    while queue:
-        new = edges[queue.pop()] - reached
-        reached |= new
-        queue += new
+    """Check the runtime, and what measures, with everything they import."""
+    runtime = _reached({module for module in known if floor(module) == "runtime"}, edges)
+    measuring = _reached(known.keys() & set(MEASURING), edges)
     found, doors = [], set()
-    for module in sorted(reached):
+    for module in sorted(runtime | measuring):
+        what = "serving" if module in runtime else "measuring"
         for one in outside[module]:
             top = one.name.partition(".")[0]
             where = f"{known[module].relative_to(root)}:{one.line}"
             if top in COMPILER:
-                found.append(f"{where}: serving must not import {top}")
-            if top == "tvm_ffi":
+                found.append(f"{where}: {what} must not import {top}")
+            if top == "tvm_ffi" and module in runtime:
                 doors.add(str(known[module].relative_to(root)))
             if module == ALLOCATOR and top in TENSORS:
                 found.append(f"{where}: the block manager must not import {top}")
     if len(doors) > 1:
         found.append(f"only one file of the runtime may import tvm_ffi: {', '.join(sorted(doors))}")
     return found
+
+
+def _reached(start: set[str], edges: dict[str, set[str]]) -> set[str]:
+    """Return modules with everything they import, directly or not."""
+    reached, queue = set(start), list(start)
+    while queue:
+        new = edges[queue.pop()] - reached
+        reached |= new
+        queue += new
+    return reached
 
 
 def _rings(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -296,6 +307,9 @@ def test_a_good_planted_tree_passes(tmp_path: Path) -> None:
         ("runtime/engine.py", "import tvm_ffi", "only one file of the runtime"),
         ("tvmpaged/bundle.py", "import tvm_ffi\n", "only one file of the runtime"),
         ("runtime/block_manager.py", "import torch", "block manager must not import torch"),
+        # Nor does what measures where there is no compiler.
+        ("tvmpaged/measure.py", "from tvmpaged import tune", "tune.py:1: measuring must not"),
+        ("tvmpaged/tuning/measure_worker.py", "import xgboost", "measuring must not import xgb"),
     ],
 )
 def test_a_planted_violation_is_seen(tmp_path: Path, file: str, text: str, said: str) -> None:

@@ -93,7 +93,7 @@ def test_a_record_of_another_device_or_thread_count_is_said(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema version 2, not 1"),
+        ({"schema_version": 3}, "schema version 3, not 2"),
         ({"spec": str(OTHER_SPEC)}, "is the record of prefill"),
         ({"target": str(V4)}, "for cpu/x86-64-v4"),
         ({"choices": 3}, "is no record"),

@@ -53,7 +53,8 @@ def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "schema version 2"),
+        ({"schema_version": 3}, "schema version 3, not 2"),
+        ({"schema_version": "1"}, "schema version 1, not 2"),
         ({"latency_us": {"median": 1.0}}, "TypeError"),
         ({"spec": "decode"}, "cannot be read"),
         ({"choices": None}, "no record"),
@@ -76,6 +77,21 @@ def test_half_a_record_is_refused(tmp_path: Path) -> None:
         records.load(tmp_path, TARGET, SPEC)
 
 
+def test_a_record_of_the_first_schema_is_read_with_what_it_knew(tmp_path: Path) -> None:
+    data = make_record().as_dict()
+    for name in ("roof_gb_per_s", "roof_gflop_per_s", "roof_fraction", "gpu"):
+        del data[name]
+    path = records.save(tmp_path, make_record())
+    path.write_text(json.dumps(data | {"schema_version": 1}))
+    found = records.load(tmp_path, TARGET, SPEC)
+    assert found is not None
+    assert found == replace(make_record(), roof_gb_per_s=None, roof_fraction=None)
+    assert found.record_id == data["record_id"]
+    path.write_text(json.dumps(data | {"schema_version": 2}))
+    with pytest.raises(ValueError, match="roof_gb_per_s"):
+        records.load(tmp_path, TARGET, SPEC)
+
+
 def test_changing_any_field_changes_the_record_id() -> None:
     first = make_record()
     other: dict[str, Any] = {
@@ -91,6 +107,8 @@ def test_changing_any_field_changes_the_record_id() -> None:
         "mlflow_run_id": "r2",
         "gb_per_s": None,
         "gflop_per_s": 1.0,
+        "roof_gflop_per_s": 1.0,
+        "gpu": {"driver_version": "595.58"},
     }
     for each in fields(Record):
         if each.name != "record_id":

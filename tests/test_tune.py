@@ -60,6 +60,11 @@ def test_a_search_writes_a_record_that_says_all_it_holds_for(
     assert record.latency_us.p10 <= record.latency_us.median <= record.latency_us.p90
     expected = Workload.representative(SPEC, 3).kv_bytes(SPEC) / record.median_us / 1e3
     assert record.gb_per_s == pytest.approx(expected, abs=1e-3)
+    assert record.roof_gflop_per_s is None
+    assert record.roof_gb_per_s is not None
+    assert record.roof_fraction is not None
+    assert 0.0 < record.roof_fraction < 20.0  # what others do meanwhile has a say
+    assert record.gpu is None
     default = schedules.default_choices(SPEC, TARGET)
     assert record.is_default == (record.choices == default)
     assert record.speedup >= 1.0
@@ -76,6 +81,7 @@ def test_stdout_holds_json_alone_and_stderr_plain_lines(
     assert only["record"] == json.loads(json.dumps(record.as_dict()))
     assert "\x1b" not in stderr
     assert all(line.startswith(str(SPEC)) for line in stderr.splitlines()), stderr
+    assert "% of the roof" in stderr.splitlines()[-1]
 
 
 def test_the_folder_holds_record_log_and_summary(
@@ -89,6 +95,13 @@ def test_the_folder_holds_record_log_and_summary(
         "summary.md",
     }
     assert "times as fast as the default" in (folder / "summary.md").read_text()
+    assert "of the measured roof: timed in turns with it" in (folder / "summary.md").read_text()
+    roofs = [
+        each
+        for each in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())
+        if each["kind"] == "roof"
+    ]
+    assert [each["name"] for each in roofs] == ["gb_per_s"] * 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -181,7 +194,8 @@ def _record(spec: AttentionSpec) -> records.Record:
         spec=spec, target=TARGET, choices={}, is_default=False, source_sha256="", tvm="",
         tvm_ffi="", device="", num_threads=1, caches_bytes={}, rotation_bytes=0,
         latency_us=latency, default_latency_us=latency, speedup=1.0, gb_per_s=1.0,
-        gflop_per_s=None, workload={}, trials=2, failures={}, seed=0, mlflow_run_id=None,
+        gflop_per_s=None, roof_gb_per_s=None, roof_gflop_per_s=None, roof_fraction=None, gpu=None,
+        workload={}, trials=2, failures={}, seed=0, mlflow_run_id=None,
         created_at="",
     )  # fmt: skip
 
@@ -221,9 +235,10 @@ def test_kv_heads_come_from_the_flags_by_group_size() -> None:
 
 
 def test_a_status_is_one_plain_line() -> None:
-    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, "gb_per_s", 16.93, 42.4)
+    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, "gb_per_s", 16.93, 0.672, 42.4)
     assert plain_line(status) == (
-        f"{SPEC} search: trials 8/64, failed 1, best 740 us, 16.9 GB/s, speed-up 1.19, left 42 s"
+        f"{SPEC} search: trials 8/64, failed 1, best 740 us, 16.9 GB/s, 67% of the roof, "
+        "speed-up 1.19, left 42 s"
     )
     start = plain_line(Status(SPEC, "start", 0, 64))
     assert "best - us" in start

@@ -280,7 +280,10 @@ def test_the_summary_says_what_each_options_values_cost() -> None:
 def test_the_log_holds_choices_as_plain_data(tmp_path: Path) -> None:
     record = work(FakeMachine(tmp_path), tmp_path, trials=8).run()
     lines = (records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl").read_text().splitlines()
-    first, *trials, last = map(json.loads, lines)
+    first, roof, *trials, roof_at_the_end, last = map(json.loads, lines)
+    measured = {"kind": "roof", "name": "gb_per_s", "value": 25.0, "fraction": 0.5}
+    assert roof == roof_at_the_end == measured
+    assert (record.roof_gb_per_s, record.roof_fraction) == (25.0, 0.5)
     assert last == {"kind": "record", "record_id": record.record_id}
     assert first["kind"] == "run"
     assert first["setting"]["source_sha256"] == SETTING.source_sha256

@@ -369,7 +369,7 @@ def test_disturbed_calls_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001 if turn[0] % 2 else 0.004)
 
     monkeypatch.setattr(timing, "RunQueue", Queue)
-    monkeypatch.setattr(timing, "_once", _once_that_waits_on_long_calls)
+    monkeypatch.setattr(timing, "timed_once", _once_that_waits_on_long_calls)
     (samples,) = timing.measure([call], min_seconds=0.05, max_seconds=2.0)
     assert max(samples.times_us) < 3000
     assert samples.disturbed >= len(samples.times_us) - 2
@@ -379,7 +379,7 @@ def _once_that_waits_on_long_calls(call: Any, queue: Any) -> Any:
     begin = time.perf_counter_ns()
     call()
     us = (time.perf_counter_ns() - begin) / 1e3
-    return timing._Taken(us, us < 3000, 0.0 if us < 3000 else 0.7)
+    return timing.Taken(us, us < 3000, 0.0 if us < 3000 else 0.7)
 
 
 def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
@@ -406,14 +406,14 @@ def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
     """The first starts threads twice, so a busy machine makes it look slow; at best it is not."""
     random = np.random.default_rng(0)
 
-    def taken(us: float, mean_delay_us: float) -> timing._Taken:
+    def taken(us: float, mean_delay_us: float) -> timing.Taken:
         delay = random.exponential(mean_delay_us)
-        return timing._Taken(us + delay, False, delay / us)
+        return timing.Taken(us + delay, False, delay / us)
 
     rounds = [[taken(500, 3000), taken(540, 1000)] for _ in range(300)]
     assert np.median([a.us / b.us for a, b in rounds]) > 1.2
     assert timing._speedup(rounds, 1) < 1.3
-    quiet = [[timing._Taken(500, True, 0), timing._Taken(400, True, 0)] for _ in range(5)]
+    quiet = [[timing.Taken(500, True, 0), timing.Taken(400, True, 0)] for _ in range(5)]
     assert timing._speedup(rounds + quiet, 1) == 1.25
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tvmpaged.cpu import native_target
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.trial import Choices, choices_key
@@ -50,6 +51,7 @@ class FakeMachine:
         self.measured: list[str] = []
         self.stop = False
         self.compilers: list[Any] = []
+        self.roof: MeasuredRoof | None = MeasuredRoof("gb_per_s", 25.0, 0.5)
 
     def interrupted(self) -> bool:
         return self.stop
@@ -60,6 +62,9 @@ class FakeMachine:
     def compile(self, spec: Any, target: Any, choices: Sequence[Choices]) -> list[Answer]:
         self.compiled += [choices_key(each) for each in choices]
         return [Answer({"error": "broken"} if self.broken(each) else {}) for each in choices]
+
+    def measure_roof(self, *_what: Any, **_options: Any) -> MeasuredRoof | None:
+        return self.roof
 
     def measure(
         self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any

@@ -7,7 +7,6 @@ process, so that the report comes also where that piece is what is broken.
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from typing import Any
 
 from tvmpaged import cpu, tvm_libs
 from tvmpaged.bundle import BundleError, search
+from tvmpaged.gpu import gpus
 
 SCHEMA_VERSION = 1
 
@@ -79,7 +79,7 @@ def collect() -> dict[str, Any]:
         },
         "environment": environment(os.environ.items()),
         "bundles": _bundles(),
-        "gpus": _gpus(),
+        "gpus": gpus(),
     }
 
 
@@ -177,17 +177,6 @@ def _bundles() -> list[dict[str, str]]:
     return [
         {"from": each.source, "path": str(each.path), "state": each.problem or "usable"}
         for each in folders
-    ]
-
-
-def _gpus() -> list[dict[str, str]]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    names = ("name", "driver_version", "memory.total", "compute_cap")
-    lines = _ask([tool, f"--query-gpu={','.join(names)}", "--format=csv,noheader"])
-    return [
-        dict(zip(names, (part.strip() for part in line.split(",")), strict=False)) for line in lines
     ]
 
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from tvmpaged.spec import AttentionSpec, TargetKey
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: What a record of an earlier schema did not know.
+_UNKNOWN_IN_1 = ("roof_gb_per_s", "roof_gflop_per_s", "roof_fraction", "gpu")
 RECORD_NAME = "record.json"
 
 
@@ -85,6 +87,12 @@ class Record:
         the undisturbed rounds' ratios (of tenth percentiles, when those rounds were too few).
     gb_per_s, gflop_per_s : float or None
         What bounds the kernel: bytes of K and V read (decode) or operations (prefill), per second.
+    roof_gb_per_s, roof_gflop_per_s : float or None
+        The same of this machine's measured roof, see `tvmpaged.roofs`; None when it is not known.
+    roof_fraction : float or None
+        The winner's rate by the roof's, timed in turns.
+    gpu : dict or None
+        Of a GPU: driver, clocks and power state while it was measured.
     workload : dict
         What was measured on.
     trials : int
@@ -117,6 +125,10 @@ class Record:
     speedup: float
     gb_per_s: float | None
     gflop_per_s: float | None
+    roof_gb_per_s: float | None
+    roof_gflop_per_s: float | None
+    roof_fraction: float | None
+    gpu: dict[str, str] | None
     workload: dict[str, Any]
     trials: int
     failures: dict[str, int]
@@ -153,7 +165,9 @@ class Record:
         KeyError, TypeError, ValueError
             When a field is missing, or the schema is another one.
         """
-        if data["schema_version"] != SCHEMA_VERSION:
+        if data["schema_version"] == 1:
+            data = dict.fromkeys(_UNKNOWN_IN_1) | data
+        elif data["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"schema version {data['schema_version']}, not {SCHEMA_VERSION}")
         values = {each.name: data[each.name] for each in fields(cls)}
         values |= {

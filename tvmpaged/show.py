@@ -35,6 +35,8 @@ class Row:
         ``current``, ``stale`` or ``tuned elsewhere``; see `tvmpaged.freshness`.
     record_id, sha256 : str or None
         Which record, which file.
+    roof_fraction : float or None
+        Of a record: the winner's rate by that of the roof that was measured beside it.
     """
 
     place: str
@@ -47,6 +49,7 @@ class Row:
     state: str
     record_id: str | None = None
     sha256: str | None = None
+    roof_fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def show_records(folder: Path) -> list[Row]:
             num_threads=each.num_threads,
             state=state_of(each),
             record_id=each.record_id,
+            roof_fraction=each.roof_fraction,
         )
         for each in records.load_all(folder)
     ]

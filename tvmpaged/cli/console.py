@@ -39,6 +39,11 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
 
 
+def percent(fraction: float | None) -> str:
+    """Return a fraction as a cell of a table; ``-`` when it is not known."""
+    return "-" if fraction is None else f"{fraction:.0%}"
+
+
 def print_json(payload: Mapping[str, Any], schema_version: int) -> None:
     """Print one JSON object on stdout, its schema version first."""
     json.dump({"schema_version": schema_version, **payload}, sys.stdout, indent=2, default=str)

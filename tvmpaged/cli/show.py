@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tvmpaged.cli.console import JsonFlag, print_json, print_table, warn
+from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, warn
 from tvmpaged.cli.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -48,13 +48,14 @@ def run(
 
 
 def _print(rows: list[Row], problems: list[Problem]) -> None:
-    columns = ("kind", "spec", "median us", "measured on", "threads", "state", "record")
+    columns = ("kind", "spec", "median us", "of roof", "measured on", "threads", "state", "record")
     for place, target in dict.fromkeys((row.place, row.target) for row in rows):
         cells = [
             (
                 row.kind,
                 row.spec,
                 "-" if row.median_us is None else f"{row.median_us:.1f}",
+                percent(row.roof_fraction),
                 row.measured_on or "-",
                 row.num_threads or "-",
                 row.state,

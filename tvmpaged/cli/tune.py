@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tvmpaged.cli.console import JsonFlag, print_json, print_table, say, warn
+from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
 from tvmpaged.cli.errors import ExitCode
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 
@@ -124,14 +124,15 @@ def _print_results(results: "list[Tuned]", json: bool) -> None:
 
         print_json({"specs": [each.as_dict() for each in results]}, SCHEMA_VERSION)
         return
-    columns = ("spec", "winner", "median us", "default us", "speed-up", "rate", "trials", "failed")
+    columns = ("spec", "winner", "median us", "default us", "speed-up", "rate")
+    columns += ("of roof", "trials", "failed")
     print_table(columns, [_row(each) for each in results])
 
 
 def _row(result: "Tuned") -> tuple[Any, ...]:
     record = result.record
     if record is None:
-        return (result.spec, "failed", "-", "-", "-", "-", "-", "-")
+        return (result.spec, "failed", *"-------")
     rate = (
         f"{record.gb_per_s:.1f} GB/s"
         if record.gb_per_s is not None
@@ -144,6 +145,7 @@ def _row(result: "Tuned") -> tuple[Any, ...]:
         f"{record.default_latency_us.median:.0f}",
         f"{record.speedup:.2f}",
         rate,
+        percent(record.roof_fraction),
         record.trials,
         sum(record.failures.values()),
     )

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tvmpaged.cli.console import say, stderr_console
+from tvmpaged.cli.console import percent, say, stderr_console
+from tvmpaged.roofs import UNITS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tvmpaged.tune import Status
 
-_UNITS = {"gb_per_s": "GB/s", "gflop_per_s": "GFLOP/s", "": ""}
-_COLUMNS = ("spec", "phase", "trials", "failed", "best us", "rate", "speed-up", "left")
+_COLUMNS = ("spec", "phase", "trials", "failed", "best us", "rate", "of roof", "speed-up", "left")
 
 
 @contextmanager
@@ -57,7 +57,8 @@ def cells(status: "Status") -> tuple[str, ...]:
         f"{status.trials}/{status.num_trials}",
         str(status.failures),
         "-" if status.best_us is None else f"{status.best_us:.0f}",
-        "-" if status.rate is None else f"{status.rate:.1f} {_UNITS[status.rate_name]}",
+        "-" if status.rate is None else f"{status.rate:.1f} {UNITS[status.rate_name]}",
+        percent(status.roof_fraction),
         "-" if status.speedup is None else f"{status.speedup:.2f}",
         "-" if status.eta_s is None else f"{status.eta_s:.0f} s",
     )
@@ -65,8 +66,8 @@ def cells(status: "Status") -> tuple[str, ...]:
 
 def plain_line(status: "Status") -> str:
     """Return a status as one line."""
-    spec, phase, trials, failed, best, rate, speedup, left = cells(status)
+    spec, phase, trials, failed, best, rate, fraction, speedup, left = cells(status)
     return (
         f"{spec} {phase}: trials {trials}, failed {failed}, best {best} us, {rate}, "
-        f"speed-up {speedup}, left {left}"
+        f"{fraction} of the roof, speed-up {speedup}, left {left}"
     )

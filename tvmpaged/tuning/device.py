@@ -87,7 +87,9 @@ def measuring_process(target: TargetKey, memory_bytes: int | None = None) -> Pro
         "TVM_NUM_THREADS": str(num_threads()),
         "TVM_BIND_THREADS": "0",
         "TVM_THREAD_POOL_SPIN_COUNT": "20000",
-        "OMP_NUM_THREADS": "1",  # of torch, which only fills tensors there
+        # Of torch, which fills tensors there, and takes more threads for a roof alone.
+        "OMP_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "20000",
     }
     return Process("tvmpaged.tuning.measure_worker", pool, memory_bytes or memory_total() // 2)
 

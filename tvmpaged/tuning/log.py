@@ -1,8 +1,9 @@
 """The log of one spec's trials: JSON lines, only ever appended to.
 
-Each run of the tuner writes a ``run`` line with its setting, a line per trial, a ``tracked`` line
-once a tracking server has named its run, and a ``record`` line when it has come to its end. A line
-that was torn by a crash is passed over; what is appended after it starts on a line of its own.
+Each run of the tuner writes a ``run`` line with its setting, a line per trial, a ``roof`` line
+whenever that was measured, a ``tracked`` line once a tracking server has named its run, and a
+``record`` line when it has come to its end. A line that was torn by a crash is passed over; what is
+appended after it starts on a line of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from tvmpaged.errors import UserError
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.trial import Trial
 
@@ -148,6 +150,11 @@ class TrialLog:
     def track(self, mlflow_run_id: str) -> None:
         """Write under which name a tracking server has the run that was started last."""
         self._lines.append([{"kind": "tracked", "mlflow_run_id": mlflow_run_id}])
+
+    def roof(self, roof: MeasuredRoof | None) -> None:
+        """Write what the machine could do at best, and the winner's share of it at the end."""
+        if roof is not None:
+            self._lines.append([{"kind": "roof", **asdict(roof)}])
 
     def finish(self, record_id: str) -> None:
         """Write that the run that was started last has its record."""

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.records import Latency
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.device import measuring_process, memory_total
 from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all
@@ -82,26 +84,67 @@ class Machine:
         min_seconds: float = MIN_SECONDS,
         max_seconds: float = MAX_SECONDS,
         hopeless_speedup: float = 0.0,
+        phase: str = "search",
     ) -> Answer:
         """Check candidates and time them in turns."""
-        request = {
-            "spec": str(spec),
-            "workload": workload.as_dict(),
+        request = self._request(spec, workload, merge, candidates) | {
             "seed": seed,
             "rotation_bytes": rotation_bytes,
+            "min_seconds": min_seconds,
+            "max_seconds": max_seconds,
+            "hopeless_speedup": hopeless_speedup,
+        }
+        timeout_s = MEASURE_TIMEOUT_S + max_seconds * len(candidates)
+        return self._ask(phase, spec, candidates, request, timeout_s)
+
+    def measure_roof(
+        self,
+        spec: AttentionSpec,
+        workload: Workload,
+        merge: Path,
+        candidate: Choices | None,
+        *,
+        rotation_bytes: int,
+        seed: int,
+    ) -> MeasuredRoof | None:
+        """Measure what bounds the kernel, beside a candidate if there is one; None: it failed."""
+        candidates = [candidate] if candidate else []
+        request = self._request(spec, workload, merge, candidates)
+        request |= {"roof": True, "seed": seed, "rotation_bytes": rotation_bytes}
+        answer = self._ask("roof", spec, candidates, request, MEASURE_TIMEOUT_S)
+        found = answer.reply.get("roof")
+        return None if found is None else MeasuredRoof(**found)
+
+    def _ask(
+        self,
+        phase: str,
+        spec: AttentionSpec,
+        candidates: Sequence[Choices],
+        request: dict[str, Any],
+        timeout_s: float,
+    ) -> Answer:
+        """Ask the device; what for, and of what, stands before the request for those who log it."""
+        del phase, spec, candidates
+        assert self.device is not None
+        return self.device.ask(request, timeout_s, self.interrupted)
+
+    def _request(
+        self,
+        spec: AttentionSpec,
+        workload: Workload,
+        merge: Path,
+        candidates: Sequence[Choices],
+    ) -> dict[str, Any]:
+        return {
+            "spec": str(spec),
+            "workload": workload.as_dict(),
             "num_workers": self.num_workers,
             "merge": str(merge),
             "candidates": [
                 {"path": str(self.path(spec, choices_key(each))), "choices": each}
                 for each in candidates
             ],
-            "min_seconds": min_seconds,
-            "max_seconds": max_seconds,
-            "hopeless_speedup": hopeless_speedup,
         }
-        timeout_s = MEASURE_TIMEOUT_S + max_seconds * len(candidates)
-        assert self.device is not None
-        return self.device.ask(request, timeout_s, self.interrupted)
 
     def start(self) -> None:
         """Start all processes at once, so that no candidate pays for it."""

@@ -3,6 +3,9 @@
 ``{spec, workload, seed, rotation_bytes, num_workers, merge, candidates: [{path, choices}], ...}``
 -> ``{samples: [{times_us, disturbed, speedup}], checks: [[{what, error, limit}]]}``, one of each
 per candidate, or ``{wrong: why}``.
+
+With ``"roof": true`` it measures the roof instead, in turns with the only candidate if there is
+one -> ``{roof: {name, value, fraction}}``.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 from tvmpaged import tvm_libs
+from tvmpaged.roofs import roof_for
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.case import Call, Case
 from tvmpaged.tuning.check import check, wrong
 from tvmpaged.tuning.child import serve
+from tvmpaged.tuning.roof import measure_roof
 from tvmpaged.tuning.timing import measure
 from tvmpaged.tuning.workload import Workload
 
@@ -51,6 +56,8 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
         _load_runtime()
         return {}
     spec, num_workers = AttentionSpec.parse(request["spec"]), request["num_workers"]
+    if request.get("roof"):
+        return {"roof": _measure_roof(spec, num_workers, request)}
     merge = _load(request["merge"], "merge")
     workload = json.dumps(request["workload"], sort_keys=True)
     case = _case(spec, workload, request["seed"], request["rotation_bytes"])
@@ -69,6 +76,25 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
         hopeless_speedup=request["hopeless_speedup"],
     )
     return {"samples": [asdict(each) for each in samples], "checks": checks}
+
+
+def _measure_roof(spec: AttentionSpec, num_workers: int, request: dict[str, Any]) -> dict[str, Any]:
+    workload, rotation_bytes = Workload.from_dict(request["workload"]), request["rotation_bytes"]
+    roof = roof_for(
+        spec.kernel,
+        spec.q_dtype,
+        num_workers,
+        num_bytes=workload.kv_bytes(spec),
+        rotation_bytes=rotation_bytes,
+    )
+    if not request["candidates"]:
+        return measure_roof(roof)
+    (candidate,) = request["candidates"]
+    function = _load(candidate["path"], spec.kernel)
+    text = json.dumps(request["workload"], sort_keys=True)
+    case = _case(spec, text, request["seed"], rotation_bytes)
+    call = case.bind(function, _load(request["merge"], "merge"), candidate["choices"], num_workers)
+    return measure_roof(roof, call, workload.amount(spec))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
+from tvmpaged.gpu import gpu_state
 from tvmpaged.records import Record
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.finalists import Result
 from tvmpaged.tuning.session import Session
@@ -14,13 +16,30 @@ from tvmpaged.tuning.setting import Setting
 
 
 def make_record(
-    session: Session, setting: Setting, result: Result, seed: int, mlflow_run_id: str | None
+    session: Session,
+    setting: Setting,
+    result: Result,
+    seed: int,
+    mlflow_run_id: str | None,
+    roof: MeasuredRoof | None = None,
 ) -> Record:
-    """Return what a search found as a record."""
+    """Return what a search found as a record.
+
+    Parameters
+    ----------
+    session, setting, result, seed, mlflow_run_id
+        What was found, and how.
+    roof : MeasuredRoof, optional
+        That the winner was measured beside.
+    """
     spec: AttentionSpec = session.task.spec
     target: TargetKey = session.task.target
     name, rate = setting.workload.rate(spec, result.latency_us.median)
     rates: dict[str, Any] = {"gb_per_s": None, "gflop_per_s": None} | {name: round(rate, 3)}
+    rates |= {"roof_gb_per_s": None, "roof_gflop_per_s": None, "roof_fraction": None}
+    if roof is not None:
+        rates[f"roof_{roof.name}"] = round(roof.value, 3)
+        rates["roof_fraction"] = None if roof.fraction is None else round(roof.fraction, 4)
     failures = Counter(session.failures()) + Counter(each.reason for each in result.failures)
     return Record(
         spec=spec,
@@ -43,5 +62,6 @@ def make_record(
         seed=seed,
         mlflow_run_id=mlflow_run_id,
         created_at=datetime.now(UTC).replace(microsecond=0).isoformat(),
+        gpu=gpu_state(target),
         **rates,
     )

@@ -93,9 +93,10 @@ class Session:
     def status(self, phase: str) -> Status:
         """Return how far it is; see `Status` for the phases."""
         best, default = self.best(), self.default_trial()
-        name, rate = "", None
+        name, rate, fraction = "", None, None
         if best is not None:
             name, rate = self.task.workload.rate(self.task.spec, best.median_us)
+            fraction = None if self.task.roof is None else self.task.roof.fraction_of(rate)
         return Status(
             spec=self.task.spec,
             phase=phase,
@@ -106,6 +107,7 @@ class Session:
             default_us=default.median_us if default and default.latency_us else None,
             rate_name=name,
             rate=rate,
+            roof_fraction=fraction,
             eta_s=self.eta_s() if phase in ("start", "search") else None,
         )
 

@@ -27,6 +27,8 @@ class Status:
         ``gb_per_s`` or ``gflop_per_s``.
     rate : float or None
         Of the best.
+    roof_fraction : float or None
+        That rate by the measured roof's; see `tvmpaged.roofs`.
     eta_s : float or None
         Seconds until the search ends.
     """
@@ -40,6 +42,7 @@ class Status:
     default_us: float | None = None
     rate_name: str = ""
     rate: float | None = None
+    roof_fraction: float | None = None
     eta_s: float | None = None
 
     @property

@@ -27,6 +27,7 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         if record.gb_per_s is not None
         else f"{record.gflop_per_s:.1f} GFLOP/s"
     )
+    roof = _roof(record)
     winner = "the untuned default" if record.is_default else "a candidate"
     lines = [
         f"# {record.spec}",
@@ -35,6 +36,7 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         f"Measured on {record.device} with {record.num_threads} threads.",
         "",
         f"The winner is {winner}: {record.speedup:.2f} times as fast as the default, {rate}.",
+        *(["", roof] if roof else []),
         "",
         "| | median us | p10 | p90 | repeats |",
         "|---|---|---|---|---|",
@@ -57,6 +59,20 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _roof(record: Record) -> str:
+    if record.roof_fraction is None:
+        return ""
+    measured = (
+        f"reads {record.roof_gb_per_s:.1f} GB/s"
+        if record.roof_gb_per_s is not None
+        else f"multiplies at {record.roof_gflop_per_s:.1f} GFLOP/s"
+    )
+    return (
+        f"That is {record.roof_fraction:.0%} of the measured roof: timed in turns with it, this "
+        f"machine {measured} with as many threads."
+    )
 
 
 def _failures(record: Record) -> str:

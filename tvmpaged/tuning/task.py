@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.machine import Machine, failed, latencies
 from tvmpaged.tuning.process import Answer
@@ -36,6 +37,8 @@ class Task:
         Of the values measured on.
     answers : dict
         Key -> trial: what is known, from before and from now.
+    roof : MeasuredRoof or None
+        What bounds the kernel here, once it was measured.
     """
 
     machine: Machine
@@ -47,6 +50,7 @@ class Task:
     rotation_bytes: int
     seed: int
     answers: dict[str, Trial] = field(default_factory=dict)
+    roof: MeasuredRoof | None = None
 
     def compile(self, batch: Sequence[Choices]) -> None:
         """Compile what has no answer yet; failures become answers."""
@@ -79,6 +83,22 @@ class Task:
             if choices != self.default and self.answers[key].median_us > HOPELESS * best:
                 self.machine.path(self.spec, key).unlink(missing_ok=True)
         return self.answers[key]
+
+    def measure_roof(self, beside: Choices | None = None) -> MeasuredRoof | None:
+        """Measure `roof`, in turns with a compiled candidate if one is named; None: it failed.
+
+        A search does not need it, so a failure of it fails nothing.
+        """
+        found = self.machine.measure_roof(
+            self.spec,
+            self.workload,
+            self.merge,
+            beside,
+            rotation_bytes=self.rotation_bytes,
+            seed=self.seed,
+        )
+        self.roof = found or self.roof
+        return found
 
     def artifact(self, choices: Choices) -> Path:
         """Return where a candidate's artifact lies, if it is still there."""

@@ -42,10 +42,22 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class Taken:
+    """One call.
+
+    Parameters
+    ----------
+    us : float
+        Its time, microseconds.
+    clean : bool
+        Whether no thread had to wait for a core.
+    waiting : float
+        How long threads waited, as a share of the time.
+    """
+
     us: float
     clean: bool
-    waiting: float  # share of the time
+    waiting: float
 
 
 class RunQueue:
@@ -101,7 +113,7 @@ def measure(
     for call in calls:
         call()  # pages, caches, branch predictors, and the pool's threads
     queue = RunQueue()
-    rounds: list[list[_Taken]] = []
+    rounds: list[list[Taken]] = []
     begin = time.perf_counter()
     try:
         while True:
@@ -127,28 +139,29 @@ def measure(
     ]
 
 
-def _round(calls: Sequence[Callable[[], None]], index: int, queue: RunQueue) -> list[_Taken]:
+def _round(calls: Sequence[Callable[[], None]], index: int, queue: RunQueue) -> list[Taken]:
     """Time each contender once, beginning with another one each round."""
     order = [(index + turn) % len(calls) for turn in range(len(calls))]
-    taken = {which: _once(calls[which], queue) for which in order}
+    taken = {which: timed_once(calls[which], queue) for which in order}
     return [taken[which] for which in range(len(calls))]
 
 
-def _once(call: Callable[[], None], queue: RunQueue) -> _Taken:
+def timed_once(call: Callable[[], None], queue: RunQueue) -> Taken:
+    """Time one call, and tell whether it was disturbed."""
     waited = queue.waited_ns()
     begin = time.perf_counter_ns()
     call()
     spent = time.perf_counter_ns() - begin
     waited = queue.waited_ns() - waited
     clean = waited <= MAX_WAITING * spent + _WAKING_NS
-    return _Taken(spent / 1e3, clean, waited / max(1, spent))
+    return Taken(spent / 1e3, clean, waited / max(1, spent))
 
 
-def _clean(taken: list[_Taken]) -> bool:
+def _clean(taken: list[Taken]) -> bool:
     return all(each.clean for each in taken)
 
 
-def _undisturbed(rounds: list[list[_Taken]]) -> list[list[_Taken]]:
+def _undisturbed(rounds: list[list[Taken]]) -> list[list[Taken]]:
     """Return the rounds that nothing disturbed; when they are too few, those that waited least.
 
     Whole rounds, so that all contenders' times come from the same moments.
@@ -160,7 +173,7 @@ def _undisturbed(rounds: list[list[_Taken]]) -> list[list[_Taken]]:
     return sorted(rounds, key=lambda each: sum(one.waiting for one in each))[:count]
 
 
-def _speedup(rounds: list[list[_Taken]], which: int) -> float:
+def _speedup(rounds: list[list[Taken]], which: int) -> float:
     """Return the first contender's time by another's.
 
     The median of the undisturbed rounds' ratios. When those are too few, the ratio of the tenth

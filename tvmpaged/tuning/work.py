@@ -107,6 +107,7 @@ class Work:
         folder = records.folder(self.settings.work_dir, self.target, self.spec)
         with open_log(folder) as log:
             session, tracked = self._start(log, setting)
+            log.roof(session.task.measure_roof())
             try:
                 self._search(session, tracked)
                 self._tell(session, "finalists")
@@ -115,7 +116,9 @@ class Work:
                 tracked.give_up()
                 raise
             run_id = tracked.run_id()
-            record = make_record(session, setting, result, self.settings.seed, run_id)
+            roof = session.task.measure_roof(beside=result.choices)
+            log.roof(roof)
+            record = make_record(session, setting, result, self.settings.seed, run_id, roof)
             files = [records.save(self.settings.work_dir, record)]
             files += [write_summary(folder, record, list(session.trials.values()))]
             files += self._explain(record) if self.runs is not None else []
@@ -168,12 +171,12 @@ class Work:
         return session, Tracked(log, self.runs, run, run_id)
 
     def _search(self, session: Session, tracked: Tracked) -> None:
-        logged = set(session.task.answers)
+        logged = {each.key: each for each in session.known} | session.task.answers
 
         def on_batch(batch: list[Trial]) -> None:
+            before = list(logged.values())
             new = [each for each in batch if each.key not in logged]
-            new_keys = {each.key for each in new}
-            before = [each for each in session.trials.values() if each.key not in new_keys]
+            logged.update({each.key: each for each in new})
             tracked.append(before, new, lambda us: session.task.workload.rate(self.spec, us))
             if batch:
                 self._tell(session, "search")

@@ -61,9 +61,12 @@ class Workload:
 
     def rate(self, spec: AttentionSpec, latency_us: float) -> tuple[str, float]:
         """Return what bounds the kernel, as (``gb_per_s`` or ``gflop_per_s``, value)."""
-        if spec.kernel == "decode":
-            return "gb_per_s", self.kv_bytes(spec) / latency_us / 1e3
-        return "gflop_per_s", self.flops(spec) / latency_us / 1e3
+        name = "gb_per_s" if spec.kernel == "decode" else "gflop_per_s"
+        return name, self.amount(spec) / latency_us / 1e3
+
+    def amount(self, spec: AttentionSpec) -> int:
+        """Return what bounds the kernel: bytes that a decode reads, operations of a prefill."""
+        return self.kv_bytes(spec) if spec.kernel == "decode" else self.flops(spec)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""

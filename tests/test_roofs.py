@@ -1,0 +1,120 @@
+"""Measured roofs: all is read, by as many threads as were asked for, and a kernel in turns."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tvmpaged.cli.console import percent
+from tvmpaged.roofs import PRODUCT_SIZE, MeasuredRoof, Roof, product_roof, read_roof, roof_for
+from tvmpaged.tuning.roof import MIN_ROUNDS, _Round, _summary, measure_roof
+
+pytestmark = pytest.mark.runtime
+
+MIB = 1 << 20
+
+
+def test_a_read_reads_every_byte_and_other_ones_until_all_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The parts hold 1, 2 and 3; the dot product tells which was read, and how much of it.
+    values = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr(torch, "ones", lambda size: torch.full((size,), next(values)))
+    roof = read_roof(8 * MIB, 24 * MIB, threads=1)
+    assert (roof.name, roof.amount) == ("gb_per_s", 8 * MIB)
+    squares = [float(roof.call()) / (2 * MIB) for _ in range(5)]
+    assert squares == pytest.approx([1.0, 4.0, 9.0, 1.0, 4.0], rel=1e-4)
+
+
+def test_a_read_is_never_too_short_to_time() -> None:
+    assert read_roof(1, 1, threads=1).amount == 4 * MIB
+
+
+def test_a_product_counts_its_operations() -> None:
+    roof = product_roof("bfloat16", threads=1)
+    assert (roof.name, roof.amount) == ("gflop_per_s", 2 * PRODUCT_SIZE**3)
+    assert roof.call().dtype == torch.bfloat16
+    assert roof.rate(1e6) == pytest.approx(2 * PRODUCT_SIZE**3 / 1e9)
+    sizes = {"num_bytes": MIB, "rotation_bytes": MIB}
+    assert roof_for("decode", "float16", 1, **sizes).name == "gb_per_s"
+    assert roof_for("prefill", "float32", 1, **sizes).name == "gflop_per_s"
+
+
+THREADS = """
+import time, torch
+from pathlib import Path
+from tvmpaged.roofs import {make}
+roof = {make}
+assert torch.get_num_threads() == 1
+end = time.process_time() + 1.0
+while time.process_time() < end:
+    roof.call()
+assert torch.get_num_threads() == 1
+used = [int(file.read_text().split()[0]) for file in Path("/proc/self/task").glob("*/schedstat")]
+print(sorted([0, *used])[-2] / 1e9)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize(
+    "make", ["read_roof(8 << 20, 64 << 20, {n})", 'product_roof("float32", {n})']
+)
+def test_a_roof_uses_its_threads_whatever_the_process_does_otherwise(make: str) -> None:
+    def second_threads_seconds(threads: int) -> float:
+        name = make.split("(")[0]
+        code = THREADS.replace("import {make}", f"import {name}").replace("{make}", make)
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("{n}", str(threads))],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return float(done.stdout)
+
+    assert second_threads_seconds(1) < 0.05
+    assert second_threads_seconds(2) > 0.3
+
+
+def _takes(seconds: float, log: list[str], name: str) -> Callable[[], None]:
+    def call() -> None:
+        log.append(name)
+        time.sleep(seconds)
+
+    return call
+
+
+def test_a_kernel_is_timed_in_turns_with_its_roof() -> None:
+    log: list[str] = []
+    roof = Roof("gb_per_s", 10**6, _takes(0.004, log, "roof"))
+    found = MeasuredRoof(**measure_roof(roof, _takes(0.008, log, "kernel"), 10**6))
+    assert found.name == "gb_per_s"
+    assert found.value == pytest.approx(10**6 / 4e3 / 1e3, rel=0.2)
+    assert found.fraction == pytest.approx(0.5, rel=0.2)
+    turns = "".join("r" if name == "roof" else "k" for name in log)
+    assert turns.count("rk") >= MIN_ROUNDS
+    assert max(map(len, turns.split("k"))) <= 8
+    twice = measure_roof(roof, _takes(0.008, log, "kernel"), 2 * 10**6)
+    assert twice["fraction"] == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_roof_alone_has_no_fraction() -> None:
+    found = measure_roof(Roof("gflop_per_s", 10**6, _takes(0.002, [], "")))
+    assert found["fraction"] is None
+    assert MeasuredRoof(**found).fraction_of(found["value"] / 4) == 0.25
+
+
+def test_disturbed_rounds_do_not_count_while_there_are_others() -> None:
+    clean = [_Round(True, 20.0 + i, 10.0 + i / 2) for i in range(MIN_ROUNDS)]
+    noise = [_Round(False, 60.0, 1.0)] * 3
+    assert _summary([*noise, *clean]) == (22.0, 0.5)
+    # With too few, what was least held up: the best of each.
+    assert _summary([_Round(False, 10.0, 9.0), _Round(False, 20.0, 4.0), clean[0]]) == (20.0, 0.5)
+
+
+def test_a_fraction_is_a_percentage_or_a_dash() -> None:
+    assert [percent(each) for each in (0.674, 1.0, None)] == ["67%", "100%", "-"]

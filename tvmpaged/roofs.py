@@ -1,0 +1,132 @@
+"""What this machine can do at best with the work that bounds a kernel: its measured roofs.
+
+Decode reads K and V: its roof is a plain read of as many bytes. Prefill multiplies: its roof is
+torch's matrix product of the same dtype. Both use as many threads as the kernels do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Rows and columns of the product; larger ones are no faster, and the caches hold this one.
+PRODUCT_SIZE = 1024
+#: A read takes so long that to start it is nothing to speak of.
+MIN_READ_BYTES = 4 << 20
+UNITS = {"gb_per_s": "GB/s", "gflop_per_s": "GFLOP/s"}
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Work that does nothing else than what bounds a kernel.
+
+    Parameters
+    ----------
+    name : str
+        ``gb_per_s`` or ``gflop_per_s``.
+    amount : int
+        Bytes or operations of one call.
+    call : callable
+        Does it once.
+    """
+
+    name: str
+    amount: int
+    call: Callable[[], Any]
+
+    def rate(self, us: float) -> float:
+        """Return GB/s or GFLOP/s of a call that took so many microseconds."""
+        return self.amount / us / 1e3
+
+
+@dataclass(frozen=True)
+class MeasuredRoof:
+    """What was measured.
+
+    Parameters
+    ----------
+    name : str
+        ``gb_per_s`` or ``gflop_per_s``.
+    value : float
+        GB/s or GFLOP/s of the roof.
+    fraction : float or None
+        A kernel's rate by the roof's, timed in turns; None when the roof was measured alone.
+    """
+
+    name: str
+    value: float
+    fraction: float | None = None
+
+    def fraction_of(self, rate: float) -> float:
+        """Return a kernel's rate by the roof's."""
+        return rate / self.value
+
+
+def read_roof(num_bytes: int, rotation_bytes: int, threads: int) -> Roof:
+    """Return a read of so many bytes; all of `rotation_bytes` are read before the same again.
+
+    A dot product of a vector with itself: of torch's ways to read memory the fastest, since it has
+    more loads in flight than a sum.
+    """
+    import torch
+
+    size = max(num_bytes, MIN_READ_BYTES) // 4
+    parts = [torch.ones(size) for _ in range(max(1, -(-rotation_bytes // (4 * size))))]
+    turns = itertools.cycle(parts)
+
+    def read() -> Any:
+        part = next(turns)
+        return part.dot(part)
+
+    return Roof("gb_per_s", size * 4, _with_threads(read, threads))
+
+
+def product_roof(dtype: str, threads: int) -> Roof:
+    """Return a square matrix product."""
+    import torch
+
+    size = (PRODUCT_SIZE, PRODUCT_SIZE)
+    one = torch.randn(size).to(getattr(torch, dtype))
+    other, out = one.clone(), torch.empty_like(one)
+    call = _with_threads(lambda: torch.mm(one, other, out=out), threads)
+    return Roof("gflop_per_s", 2 * PRODUCT_SIZE**3, call)
+
+
+def roof_for(kernel: str, dtype: str, threads: int, *, num_bytes: int, rotation_bytes: int) -> Roof:
+    """Return the roof of a kernel.
+
+    Parameters
+    ----------
+    kernel : str
+        ``decode`` or ``prefill``.
+    dtype : str
+        Of q.
+    threads : int
+        Of the kernel.
+    num_bytes : int
+        That the kernel's step reads: a call of the roof reads as many, and so takes about as long.
+    rotation_bytes : int
+        That steps read before the same are read again; so does the roof.
+    """
+    return (
+        read_roof(num_bytes, rotation_bytes, threads)
+        if kernel == "decode"
+        else product_roof(dtype, threads)
+    )
+
+
+def _with_threads(call: Callable[[], Any], threads: int) -> Callable[[], Any]:
+    """Return the call under so many of torch's threads, whatever the process uses otherwise."""
+    import torch
+
+    def run() -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(before)
+
+    return run
