@@ -25,6 +25,7 @@ FLOORS = {
     "tvmpaged.__main__": "cli",
     "tvmpaged.cli": "cli",
     "tvmpaged.bench": "bench",
+    "tvmpaged.bench_log": "bench",
     "tvmpaged.runtime": "runtime",
     "tvmpaged.schedules": "schedules",
     "tvmpaged.kernels": "kernels",

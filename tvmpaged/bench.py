@@ -1,8 +1,8 @@
 """Measure kernels as they are served, beside torch in the same run.
 
 Machines are shared and noisy, so nothing is measured alone: each round times our `run`, torch's
-attention over the same keys in contiguous memory, and a sum over the same bytes, in turns.
-Ratios of one run are what counts; an absolute time says little.
+attention over the same keys in contiguous memory, and the machine's roof (`tvmpaged.roofs`), in
+turns. Ratios of one run are what counts; an absolute time says little.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 
 from tvmpaged.bundle import host_for, resolve, scan
 from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.roofs import roof_for
 from tvmpaged.runtime.attention import PagedAttention
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, AttentionSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class Case:
         return self.batch * self.context * self.num_kv_heads * row
 
     @property
+    def bound(self) -> tuple[str, int]:
+        """What bounds the kernel: its rate's name, and its bytes or operations."""
+        if self.spec.kernel == "decode":
+            return "gb_per_s", self.kv_bytes
+        return "gflop_per_s", self.flops
+
+    @property
     def flops(self) -> int:
         """Operations of q.K and P.V over the keys that are visible."""
         past = self.context - self.q_len
@@ -77,9 +85,11 @@ class Row:
         How often each was timed.
     gb_per_s, gflop_per_s : float
         K and V read, and operations done, per second, at the median.
-    sum_ratio : float
-        Our time over that of summing the same K and V bytes with torch, a simple read of them (not
-        a roof: a tight loop can be faster).
+    roof_gb_per_s, roof_gflop_per_s : float or None
+        What bounds the kernel on this machine (`tvmpaged.roofs`): a read of as many bytes for
+        decode, a matrix product for prefill; at the median.
+    roof_fraction : float
+        Our rate over the roof's.
     torch_ratio : float or None
         Our time over that of torch's attention on contiguous K and V; less than 1 is faster.
     """
@@ -99,7 +109,9 @@ class Row:
     rounds: int
     gb_per_s: float
     gflop_per_s: float
-    sum_ratio: float
+    roof_gb_per_s: float | None
+    roof_gflop_per_s: float | None
+    roof_fraction: float
     torch_ratio: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def bench(
     against_torch : bool
         Whether to time torch's attention too.
     rounds : int
-        How often each is timed, after two rounds of warm-up.
+        How often each is timed.
     seed : int
         Of the random inputs.
     on_row : callable
@@ -191,15 +203,17 @@ def _measure(case: Case, bundle: str | None, against_torch: bool, rounds: int, s
     torch.set_num_threads(num_threads())
     torch.manual_seed(seed)
     ours, k, v, q = _paged(case, attn)
-    k_words, v_words = k.view(torch.float32), v.view(torch.float32)
-    contenders: dict[str, Callable[[], Any]] = {
-        "ours": ours,
-        "sum": lambda: (k_words.sum(), v_words.sum()),
-    }
+    # Each contender reads bytes of its own, once a turn: none profits from another's.
+    sizes = {"num_bytes": case.kv_bytes, "rotation_bytes": case.kv_bytes}
+    roof = roof_for(spec.kernel, spec.q_dtype, num_threads(), **sizes)
+    contenders: dict[str, Callable[[], Any]] = {"ours": ours, "roof": roof.call}
     if against_torch:
         contenders["torch"] = _contiguous(case, k, v, q)
     times = _interleave(contenders, rounds)
     described = attn.describe()["kernels"][spec.kernel]
+    name, amount = case.bound
+    roofs = {"roof_gb_per_s": None, "roof_gflop_per_s": None}
+    fractions = amount / times["ours"] / 1e3 / roof.rate(times["roof"])
     median, p10, p90 = (float(np.percentile(times["ours"], p)) for p in (50, 10, 90))
     return Row(
         spec=str(spec),
@@ -217,8 +231,9 @@ def _measure(case: Case, bundle: str | None, against_torch: bool, rounds: int, s
         rounds=rounds,
         gb_per_s=case.kv_bytes / median / 1e3,
         gflop_per_s=case.flops / median / 1e3,
-        sum_ratio=float(np.median(times["ours"] / times["sum"])),
+        roof_fraction=float(np.median(fractions)),
         torch_ratio=float(np.median(times["ours"] / times["torch"])) if against_torch else None,
+        **(roofs | {f"roof_{name}": float(roof.rate(np.median(times["roof"])))}),
     )
 
 
@@ -264,14 +279,18 @@ def _contiguous(
 def _interleave(
     contenders: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-    """Time each contender once per round, the order rotated; microseconds."""
+    """Time each contender once per round, the order rotated; microseconds.
+
+    Kernels and torch have threads of their own, and those that wait spin for a while. So each turn
+    begins with a call that is not timed: the other's threads go to sleep, its own wake up.
+    """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
-    for index in range(-2, rounds):
+    for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
+            contenders[name]()
             begin = time.perf_counter_ns()
             contenders[name]()
-            if index >= 0:
-                times[name].append((time.perf_counter_ns() - begin) / 1e3)
+            times[name].append((time.perf_counter_ns() - begin) / 1e3)
     return {name: np.array(each) for name, each in times.items()}

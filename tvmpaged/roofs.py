@@ -36,8 +36,8 @@ class Roof:
     amount: int
     call: Callable[[], Any]
 
-    def rate(self, us: float) -> float:
-        """Return GB/s or GFLOP/s of a call that took so many microseconds."""
+    def rate(self, us: Any) -> Any:
+        """Return GB/s or GFLOP/s of calls that took so many microseconds: a number or an array."""
         return self.amount / us / 1e3
 
 

@@ -1,12 +1,15 @@
 """``tvmpaged bench``."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tvmpaged.cli.console import JsonFlag, print_json, print_table, say
+from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
 from tvmpaged.cli.errors import ExitCode
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
+
+if TYPE_CHECKING:
+    from tvmpaged.bench import Row
 
 EXAMPLE = """
 tvmpaged bench bundles
@@ -29,20 +32,26 @@ def run(
     rounds: Annotated[int, typer.Option(min=5, help="How often each is timed.")] = 15,
     against: Annotated[str, typer.Option(help="torch, or none.")] = "torch",
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    mlflow_uri: Annotated[
+        str | None,
+        typer.Option(help="Tracking server [$MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]."),
+    ] = None,
+    no_mlflow: Annotated[bool, typer.Option("--no-mlflow", help="Log no runs.")] = False,
     json: JsonFlag = False,
 ) -> ExitCode:
-    """Measure kernels as they are served, beside torch and a sum over the same bytes.
+    """Measure kernels as they are served, beside torch and the machine's measured roof.
 
     A decode spec is measured on --batch sequences, a prefill spec on one whole prompt of --context
-    tokens. K/V heads are those of the flags or the model, else 8. Read the ratios: both sides of
-    one were timed in turns, in one run.
+    tokens. K/V heads are those of the flags or the model, else 8. The roof is a plain read of as
+    many bytes for decode, torch's matrix product for prefill. Read the ratios: both sides of one
+    were timed in turns, in one run.
     """
     if against not in ("torch", "none"):
         raise ValueError(f"--against {against!r} is not supported; allowed: torch, none")
     wanted = specs.specs()
     if not wanted and bundle is None:
         wanted = specs.required()  # says how to give some
-    from tvmpaged.bench import SCHEMA_VERSION, Case, bench, specs_in
+    from tvmpaged.bench import Case, bench, specs_in
 
     if bundle is not None:
         wanted = wanted or specs_in(bundle)
@@ -62,9 +71,25 @@ def run(
         seed=seed,
         on_row=lambda row: say(f"{row.spec}: {row.median_us:.0f} us"),
     )
+    if not no_mlflow:
+        _log(rows, mlflow_uri, {"rounds": rounds, "seed": seed, "bundle": bundle})
+    _print(rows, json)
+    return ExitCode.DONE
+
+
+def _log(rows: "list[Row]", mlflow_uri: str | None, params: dict[str, Any]) -> None:
+    from tvmpaged import bench_log
+
+    if mlflow_uri is not None or bench_log.is_installed():
+        bench_log.log_rows(rows, params, mlflow_uri, warn)
+
+
+def _print(rows: "list[Row]", json: bool) -> None:
+    from tvmpaged.bench import SCHEMA_VERSION
+
     if json:
         print_json({"rows": [row.as_dict() for row in rows]}, SCHEMA_VERSION)
-        return ExitCode.DONE
+        return
     columns = (
         "spec",
         "kind",
@@ -73,9 +98,9 @@ def run(
         "context",
         "median us",
         "p10..p90",
-        "GB/s",
-        "GFLOP/s",
-        "time / sum",
+        "rounds",
+        "rate",
+        "of roof",
         "time / torch",
     )
     print_table(
@@ -89,12 +114,13 @@ def run(
                 row.context,
                 f"{row.median_us:.0f}",
                 f"{row.p10_us:.0f}..{row.p90_us:.0f}",
-                f"{row.gb_per_s:.1f}",
-                f"{row.gflop_per_s:.1f}",
-                f"{row.sum_ratio:.2f}",
+                row.rounds,
+                f"{row.gb_per_s:.1f} GB/s"
+                if row.roof_gb_per_s is not None
+                else f"{row.gflop_per_s:.1f} GFLOP/s",
+                percent(row.roof_fraction),
                 "-" if row.torch_ratio is None else f"{row.torch_ratio:.2f}",
             )
             for row in rows
         ],
     )
-    return ExitCode.DONE

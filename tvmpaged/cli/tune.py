@@ -124,8 +124,8 @@ def _print_results(results: "list[Tuned]", json: bool) -> None:
 
         print_json({"specs": [each.as_dict() for each in results]}, SCHEMA_VERSION)
         return
-    columns = ("spec", "winner", "median us", "default us", "speed-up", "rate")
-    columns += ("of roof", "trials", "failed")
+    measured = ("median us", "default us", "speed-up", "rate", "of roof")
+    columns = ("spec", "winner", *measured, "trials", "failed")
     print_table(columns, [_row(each) for each in results])
 
 
