@@ -18,7 +18,7 @@ from tvmpaged import reference, schedules
 from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.runtime import kernel_set
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.tuning import check, process, timing
+from tvmpaged.tuning import check, limits, process, timing
 from tvmpaged.tuning import machine as machine_module
 from tvmpaged.tuning.case import Case
 from tvmpaged.tuning.interrupt import Interrupt, held_back
@@ -267,7 +267,7 @@ def faults(spec: AttentionSpec) -> dict[str, Any]:
         return attention
 
     def shift(out: Any, lse: Any) -> None:
-        out.mul_(1 + 4 * check.TOLERANCE[spec.out_dtype])
+        out.mul_(1 + 4 * limits.TOLERANCE[spec.out_dtype])
 
     def leave_a_head(out: Any, lse: Any) -> None:
         out[-1, -1] = torch.nan
@@ -293,7 +293,7 @@ def faults(spec: AttentionSpec) -> dict[str, Any]:
 def ask(spec: AttentionSpec, attention: Any) -> str:
     choices = schedules.default_choices(spec, TARGET) | {"split_length": 512}
     checks = check.check(spec, attention, lambda *args: None, choices, 2)
-    assert {each.what: each.limit for each in checks} == check.limits(spec, choices)
+    assert {each.what: each.limit for each in checks} == limits.limits(spec, choices)
     return check.wrong(checks)
 
 
@@ -309,7 +309,7 @@ def test_right_numbers_pass_and_wrong_ones_do_not(kernel: str, dtype: str) -> No
 def test_the_checked_step_has_the_edges() -> None:
     for kernel in ("decode", "prefill"):
         spec = AttentionSpec.make(kernel, "float32", 64, 3, 16)
-        workload = check.check_workload(spec, 512)
+        workload = limits.check_workload(spec, 512)
         lengths = set(workload.seq_lens)
         assert {0, 1, 15, 16, 17} <= lengths
         assert max(lengths) > 512

@@ -133,7 +133,7 @@ def tune(
     check_specs(specs)
     begin = time.monotonic()
     end = begin + (settings.time_limit_s or float("inf"))
-    runs = _run_log(specs, target, settings, on_warning)
+    runs = run_log(specs, target, settings, on_warning)
     results: list[Tuned] = []
     with held_back() as interrupt, open_machine(interrupt) as machine:
         if runs is not None:
@@ -162,12 +162,13 @@ def tune(
     return results
 
 
-def _run_log(
+def run_log(
     specs: Sequence[AttentionSpec],
     target: TargetKey,
     settings: Settings,
     on_warning: Callable[[str], None],
 ) -> RunLog | None:
+    """Return where a command's runs are logged, or None when they are not to be."""
     if not settings.use_mlflow:
         return None
     params = {

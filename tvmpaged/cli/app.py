@@ -25,6 +25,7 @@ from tvmpaged.cli.errors import ExitCode, report
 #: Command -> its line in ``tvmpaged --help``, in the order of the work.
 COMMANDS = {
     "tune": "Search the best kernels for a device, offline.",
+    "measure": "Time exported candidates on a device without compiler.",
     "package": "Compile records into a bundle that needs no compiler.",
     "show": "Show what a bundle or the records hold.",
     "verify": "Check a bundle: hashes, versions, numbers.",

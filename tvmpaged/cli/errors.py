@@ -42,6 +42,13 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+def exit_code(failed: int, total: int) -> ExitCode:
+    """Return how a command ends when so many of several things failed."""
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.FAILED if failed == total else ExitCode.PARTLY_FAILED
+
+
 def report(error: Exception) -> ExitCode:
     """Print `error` to stderr the way a user wants it, and return the exit code.
 

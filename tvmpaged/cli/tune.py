@@ -1,14 +1,16 @@
 """``tvmpaged tune``."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tvmpaged.cli import tune_offline
 from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
-from tvmpaged.cli.errors import ExitCode
+from tvmpaged.cli.duration import TimeLimitFlag, parse_seconds
+from tvmpaged.cli.errors import ExitCode, exit_code
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
+from tvmpaged.cli.tune_view import show_progress
 
 if TYPE_CHECKING:
     from tvmpaged.tune import Estimate, Tuned
@@ -18,17 +20,15 @@ EXAMPLE = (
     "tvmpaged tune --model ./SmolLM2-135M --kernel decode --resume"
 )
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-
 
 @takes_specs
 def run(
     specs: SpecFlags,
-    target: Annotated[str, typer.Option(help="native, or this machine by name.")] = "native",
+    target: Annotated[
+        str, typer.Option(help="native, or this machine by name; with --export any CPU by name.")
+    ] = "native",
     trials: Annotated[int, typer.Option(min=2, help="Candidates per spec and kernel.")] = 64,
-    time_limit: Annotated[
-        str | None, typer.Option(help="Of the whole run: 90s, 10m, 2h.", metavar="TIME")
-    ] = None,
+    time_limit: TimeLimitFlag = None,
     work_dir: Annotated[Path, typer.Option(help="Where logs and records go.")] = Path(
         "tuning_logs"
     ),
@@ -40,6 +40,14 @@ def run(
         typer.Option(help="Tracking server [$MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]."),
     ] = None,
     no_mlflow: Annotated[bool, typer.Option("--no-mlflow", help="Log no runs.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: write compiled candidates there.", metavar="DIR"),
+    ] = None,
+    import_results: Annotated[
+        Path | None,
+        typer.Option(help="Take in what tvmpaged measure found there.", metavar="DIR"),
+    ] = None,
     json: JsonFlag = False,
 ) -> ExitCode:
     """Search the choices of decode and prefill kernels on this machine, and write records.
@@ -47,13 +55,15 @@ def run(
     Every candidate is checked against the reference before it is timed. At the end the best ones
     are measured in turns with the untuned default, which wins ties. Ctrl-C loses no finished
     trial: go on with --resume.
+
+    A device without compiler or network is tuned in three steps: --export here, tvmpaged measure
+    there, --import-results here; each export goes on from what was taken in before.
     """
-    wanted = specs.required()
+    _check_modes(export, import_results, dry_run, specs)
+    wanted = specs.required() if import_results is None else []
     seconds = parse_seconds(time_limit)
     from tvmpaged import tune as tuning
-    from tvmpaged.cli.tune_view import show_progress
 
-    key = tuning.parse_target(target)
     settings = tuning.Settings(
         trials=trials,
         time_limit_s=seconds,
@@ -64,32 +74,36 @@ def run(
         mlflow_uri=mlflow_uri,
         use_mlflow=not no_mlflow,
     )
+    if export is not None:
+        return tune_offline.export(wanted, target, export, settings, json)
+    if import_results is not None:
+        return _finish(tune_offline.import_results(import_results, settings), json)
+    key = tuning.parse_target(target)
     if dry_run:
         _print_plan(tuning.estimate(wanted, key, settings), json)
         return ExitCode.DONE
     with show_progress() as on_status:
         results = tuning.tune(wanted, key, settings, on_status=on_status, on_warning=warn)
+    return _finish(results, json)
+
+
+def _check_modes(
+    export: Path | None, import_results: Path | None, dry_run: bool, specs: SpecFlags
+) -> None:
+    if export is not None and import_results is not None:
+        raise ValueError("--export and --import-results are steps of their own: give one of them")
+    if dry_run and (export is not None or import_results is not None):
+        raise ValueError("--dry-run says what a search here would do: give no --export with it")
+    if import_results is not None and specs.specs():
+        raise ValueError("--import-results takes all specs of the export: give none with it")
+
+
+def _finish(results: "list[Tuned]", json: bool) -> ExitCode:
+    failures = [each.failure for each in results if each.failure]
+    for each in failures:
+        say(f"error: {each}")
     _print_results(results, json)
-    failed = [each for each in results if each.record is None]
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.FAILED if len(failed) == len(results) else ExitCode.PARTLY_FAILED
-
-
-def parse_seconds(text: str | None) -> float | None:
-    """Return the seconds of a time such as ``90s``, ``10m`` or ``2h``.
-
-    Raises
-    ------
-    ValueError
-        When it is none.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"--time-limit {text!r} cannot be read; write 90s, 10m or 2h")
-    return float(match[1]) * _SECONDS[match[2]]
+    return exit_code(len(failures), len(results))
 
 
 def _print_plan(plan: "list[Estimate]", json: bool) -> None:
@@ -116,9 +130,6 @@ def _print_plan(plan: "list[Estimate]", json: bool) -> None:
 
 
 def _print_results(results: "list[Tuned]", json: bool) -> None:
-    for each in results:
-        if each.failure:
-            say(f"error: {each.failure}")
     if json:
         from tvmpaged.tune import SCHEMA_VERSION
 

@@ -76,6 +76,7 @@ def decide(task: Task, default: Choices, trials: Sequence[Trial]) -> Result:
             seed=task.seed,
             min_seconds=MIN_SECONDS,
             max_seconds=MAX_SECONDS_EACH * len(contenders),
+            phase="finalists",
         )
         failure = failed(contenders[-1], answer, "run")
         if failure is None:

@@ -118,3 +118,17 @@ class Session:
     def failures(self) -> dict[str, int]:
         """Return how many candidates failed, by reason."""
         return dict(Counter(each.reason for each in self.trials.values() if each.reason))
+
+
+def share_until(end: float, num_left: int) -> float:
+    """Return until when the next of so many specs may take, so that all get an equal share.
+
+    Parameters
+    ----------
+    end : float
+        Of `time.monotonic`, for all.
+    num_left : int
+        Specs that are not done.
+    """
+    now = time.monotonic()
+    return now + (end - now) / num_left
