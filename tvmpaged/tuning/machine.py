@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,16 @@ MAX_SECONDS = 1.0
 class Machine:
     """The processes that compile and measure, and where artifacts lie in between.
 
+    They take turns: nothing compiles while something is measured, so the two share no core, no
+    cache and no memory bandwidth at any time.
+
     Parameters
     ----------
     compilers : list of Process
-        One core each.
+        One core each, and pinned to it.
     device : Process or None
-        Alone on the machine while it works; None where nothing is measured.
+        Alone on the machine while it works, and on all of its cores, as a served kernel is; None
+        where nothing is measured.
     folder : Path
         Of artifacts; temporary.
     num_workers : int
@@ -51,6 +56,7 @@ class Machine:
     folder: Path
     num_workers: int
     interrupted: Callable[[], bool] = lambda: False
+    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def compile(
         self, spec: AttentionSpec, target: TargetKey, choices: Sequence[Choices]
@@ -66,7 +72,9 @@ class Machine:
             }
             for each in choices
         ]
-        return ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
+        with self._turn:
+            # All have answered or were killed when it returns.
+            return ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
 
     def path(self, spec: AttentionSpec, key: str) -> Path:
         """Return where a candidate's artifact lies."""
@@ -126,7 +134,8 @@ class Machine:
         """Ask the device; what for, and of what, stands before the request for those who log it."""
         del phase, spec, candidates
         assert self.device is not None
-        return self.device.ask(request, timeout_s, self.interrupted)
+        with self._turn:
+            return self.device.ask(request, timeout_s, self.interrupted)
 
     def _request(
         self,
@@ -175,12 +184,12 @@ def open_machine(
         Whether it also measures.
     """
     one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
-    cores = len(os.sched_getaffinity(0))
-    share = memory_total() // (cores + 1)
+    cores = sorted(os.sched_getaffinity(0))
+    share = memory_total() // (len(cores) + 1)
     with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
         machine = Machine(
             compilers=[
-                Process("tvmpaged.tuning.compile_worker", one_core, share) for _ in range(cores)
+                Process("tvmpaged.tuning.compile_worker", one_core, share, {core}) for core in cores
             ],
             device=measuring_process(native_target()) if measures else None,
             folder=Path(folder),

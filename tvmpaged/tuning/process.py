@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -61,6 +61,8 @@ class Process:
         Added to this process's own.
     memory_bytes : int, optional
         Data it may hold; with more its allocations fail, instead of the machine's running out.
+    cores : collection of int, optional
+        It and all it starts run on these alone; by default on this process's.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Process:
         module: str,
         environment: dict[str, str] | None = None,
         memory_bytes: int | None = None,
+        cores: Collection[int] | None = None,
     ) -> None:
         self.module = module
         self.environment = environment or {}
         self.memory_bytes = memory_bytes
+        self.cores = cores
         self.num_starts = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
@@ -126,6 +130,11 @@ class Process:
         return None
 
     @property
+    def pid(self) -> int | None:
+        """The process's id; None while there is none."""
+        return None if self._child is None else self._child.pid
+
+    @property
     def stdout_fd(self) -> int:
         """What becomes readable when the answer comes."""
         assert self._child is not None
@@ -163,6 +172,9 @@ class Process:
             # A Ctrl-C at the terminal is for the parent, which ends its workers in order.
             start_new_session=True,
         )
+        if self.cores is not None:
+            # Before it has started any thread: those inherit it.
+            os.sched_setaffinity(self._child.pid, self.cores)
         if self.memory_bytes:
             limits = (self.memory_bytes, self.memory_bytes)
             resource.prlimit(self._child.pid, resource.RLIMIT_DATA, limits)
