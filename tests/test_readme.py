@@ -23,6 +23,6 @@ def test_the_python_of_the_readme_runs(base_bundle: Path, tmp_path: Path) -> Non
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    named = re.findall(r"^tvmpaged (\w+)", README, re.MULTILINE)
+    named = re.findall(r"^tvmpaged ([\w-]+)", README, re.MULTILINE)
     assert named
     assert set(named) <= set(COMMANDS)

@@ -30,6 +30,7 @@ COMMANDS = {
     "show": "Show what a bundle or the records hold.",
     "verify": "Check a bundle: hashes, versions, numbers.",
     "bench": "Measure kernels, or a whole engine.",
+    "mlflow-sync": "Upload what an unreachable tracking server missed.",
     "generate": "Decode text with a model.",
     "env": "Print everything a bug report needs.",
 }
@@ -49,9 +50,10 @@ _NO_TELEMETRY = {
 @cache
 def load_command(name: str) -> Any:
     """Import a command's module and build its parser."""
-    module = importlib.import_module(f"tvmpaged.cli.{name}")
+    word = name.replace("-", "_")
+    module = importlib.import_module(f"tvmpaged.cli.{word}")
     elsewhere = (
-        f"Options are also read from {ENVIRONMENT_PREFIX}_{name.upper()}_<OPTION> and from "
+        f"Options are also read from {ENVIRONMENT_PREFIX}_{word.upper()}_<OPTION> and from "
         f"[{name}] in tvmpaged.toml."
     )
     epilog = f"{elsewhere}\n\n{_example(module.EXAMPLE)}"

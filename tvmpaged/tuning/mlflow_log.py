@@ -185,7 +185,7 @@ class RunLog:
     ) -> str:
         if self._parent is None:
             self._parent = self._create(server, "tune", {}, self._params)
-        params = tracking.spec_params(spec, target, setting, seed)
+        params = tracking.spec_params(spec, target, setting.as_dict(), seed)
         return self._create(server, str(spec), {PARENT_TAG: self._parent}, params)
 
     def _create(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from tvmpaged.env import hide_secrets
+from tvmpaged.errors import UserError
 from tvmpaged.records import Record
 from tvmpaged.spec import AttentionSpec, TargetKey
-from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.trial import Trial
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -68,28 +71,35 @@ class Tracking:
     uri : str
         From `tracking_uri`. Connecting makes a database that is not there, and the experiment:
         the one that MLFLOW_EXPERIMENT_NAME names, else ours.
+    create : bool
+        Whether to make that experiment; without it `experiment` is then empty.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, create: bool = True) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("DO_NOT_TRACK", "true")
+        # On stdout stand results alone; and the address it would print holds the login.
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+        os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
         from mlflow.tracking import MlflowClient
 
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name in ("mlflow", "alembic", "urllib3"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         file = database(uri)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
         # Two commands that make one new database at once would make its tables twice.
         with FileLock(f"{file}.lock", DATABASE_TIMEOUT_S) if file else nullcontext():
             self.client: Any = MlflowClient(uri)
-            self.experiment = self._experiment(file)
+            self.experiment = self._experiment(file, create)
 
-    def _experiment(self, file: Path | None) -> str:
+    def _experiment(self, file: Path | None, create: bool) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         found = self.client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
+        if not create:
+            return ""
         artifacts = None if file is None else (file.parent / "mlartifacts").as_uri()
         return str(self.client.create_experiment(name, artifact_location=artifacts))
 
@@ -128,11 +138,14 @@ def short(value: Any) -> str:
 
 
 def spec_params(
-    spec: AttentionSpec, target: TargetKey, setting: Setting, seed: int
+    spec: AttentionSpec, target: TargetKey, setting: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Return the parameters of one spec's run."""
+    """Return the parameters of one spec's run; the setting is plain data."""
     params = {f"spec.{name}": value for name, value in asdict(spec).items()}
-    params |= {f"setting.{name}": value for name, value in setting.as_dict().items()}
+    for name, value in setting.items():
+        # One spelling, whether it was read from a log or not.
+        is_plain = isinstance(value, int | str)
+        params[f"setting.{name}"] = value if is_plain else json.dumps(value, sort_keys=True)
     return params | {"spec": str(spec), "target": str(target), "seed": seed}
 
 
@@ -156,8 +169,12 @@ def winner_points(record: Record) -> list[Point]:
         "speedup": record.speedup,
         "winner_latency_us": record.median_us,
         "default_latency_us": record.default_latency_us.median,
+        "roof_gb_per_s": record.roof_gb_per_s,
+        "roof_gflop_per_s": record.roof_gflop_per_s,
+        "roof_fraction": record.roof_fraction,
     }
-    return [(name, value, record.trials) for name, value in values.items()]
+    known = {name: value for name, value in values.items() if value is not None}
+    return [(name, value, record.trials) for name, value in known.items()]
 
 
 def trial_points(before: list[Trial], batch: list[Trial], rate: Rate) -> Iterator[Point]:
@@ -175,3 +192,41 @@ def trial_points(before: list[Trial], batch: list[Trial], rate: Rate) -> Iterato
             name, value = rate(best)
             yield "best_latency_us", best, step
             yield f"best_{name}", value, step
+
+
+def connect(uri: str, *, create: bool = True) -> Tracking:
+    """Connect to a server for a command that can do nothing without it.
+
+    Raises
+    ------
+    UserError
+        When it does not answer.
+    """
+    # MLflow's own patience is that of a service: seven times two minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    with answering(uri):
+        return Tracking(uri, create=create)
+
+
+@contextmanager
+def answering(uri: str) -> Iterator[None]:
+    """Turn a server's failure into what a user should read, without the address's login."""
+    import requests
+    import sqlalchemy
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError) as error:
+        raise UserError(
+            f"mlflow at {hide_secrets('', uri)} does not answer as it should: {_reason(error)}; "
+            "nothing here is lost, run the same command again"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the one line of an error that tells, without a login."""
+    text = hide_secrets("", str(error).strip() or type(error).__name__)
+    cause = re.search(r"(\[Errno [^'\"]+|Read timed out|Name or service not known)", text)
+    return cause[0].rstrip(")") if cause else text.splitlines()[0][:300]
