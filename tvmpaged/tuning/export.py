@@ -102,6 +102,7 @@ class Exporter:
         self.on_status = on_status
         self._specs: list[ExportedSpec] = []
         self._paths: dict[str, Path] = {}
+        self._merges: dict[str, Library] = {}
 
     def add(self, spec: AttentionSpec, deadline: float) -> Exported:
         """Propose and compile a spec's candidates.
@@ -122,9 +123,7 @@ class Exporter:
         """
         workload, seed = self.settings.workload(spec), spec_seed(self.settings.seed, spec)
         known = self._known(spec, workload)
-        target = self.header.target
-        merge = AttentionSpec.make("merge", spec.out_dtype)
-        merging = self._compile(merge, [schedules.default_choices(merge, target)])[0]
+        merge = self._merge(spec.out_dtype)
         candidates: list[Candidate] = []
         wanted = self._propose(spec, known, seed)
         self._tell(spec, candidates, len(wanted), "start")
@@ -132,11 +131,8 @@ class Exporter:
             begin = len(candidates)
             candidates += self._compile(spec, wanted[begin : begin + BATCH])
             self._tell(spec, candidates, len(wanted), "compile")
-        for what, each in ((merge, merging), (spec, candidates[0])):
-            if each.library is None:
-                raise UserError(f"{what}: the untuned default cannot be compiled: {each.detail}")
-        assert merging.library is not None
-        self._specs.append(ExportedSpec(spec, workload, seed, merging.library, tuple(candidates)))
+        _library(spec, candidates[0])
+        self._specs.append(ExportedSpec(spec, workload, seed, merge, tuple(candidates)))
         self._tell(spec, candidates, len(candidates), "done")
         failures = sum(each.library is None for each in candidates)
         return Exported(spec, len(candidates) - failures, failures, len(known))
@@ -190,6 +186,14 @@ class Exporter:
         ]
         return read_runs(log, keys[-1]).trials if keys else []
 
+    def _merge(self, dtype: str) -> Library:
+        """Return the kernel that folds a split sequence's parts; compiled once per dtype."""
+        if dtype not in self._merges:
+            spec = AttentionSpec.make("merge", dtype)
+            choices = schedules.default_choices(spec, self.header.target)
+            self._merges[dtype] = _library(spec, self._compile(spec, [choices])[0])
+        return self._merges[dtype]
+
     def _compile(self, spec: AttentionSpec, choices: Sequence[Choices]) -> list[Candidate]:
         answers = self.machine.compile(spec, self.header.target, choices)
         return [self._take(spec, *each) for each in zip(choices, answers, strict=True)]
@@ -211,6 +215,12 @@ class Exporter:
     ) -> None:
         failures = sum(each.library is None for each in candidates)
         self.on_status(Status(spec, phase, len(candidates), count, failures))
+
+
+def _library(spec: AttentionSpec, candidate: Candidate) -> Library:
+    if candidate.library is None:
+        raise UserError(f"{spec}: the untuned default cannot be compiled: {candidate.detail}")
+    return candidate.library
 
 
 def check_folder(folder: Path) -> None:
