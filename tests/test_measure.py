@@ -194,6 +194,9 @@ def test_an_answer_that_nobody_should_believe_is_measured_again(
     del lying["reply"]["checks"]
     file.write_text("\n".join([first, *map(json.dumps, spoiled)]) + "\n")
     assert measure_with_fakes(folder).specs[0].as_dict() == measured[1].specs[0].as_dict()
+    honest = {(each["phase"], *each["keys"]): each for each in results(measured[0])["answers"]}
+    for each in results(folder)["answers"]:
+        assert each == honest[each["phase"], *each["keys"]]
 
 
 def test_answers_of_other_circumstances_do_not_count(

@@ -247,14 +247,18 @@ def test_what_is_not_credible_is_refused_and_leaves_no_trace(
     assert not (tmp_path / "logs").exists()
 
 
-def test_results_without_a_finalists_round_make_no_record(measured: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["search", "finalists"])
+def test_results_that_lack_a_round_make_no_record(
+    measured: Path, tmp_path: Path, phase: str
+) -> None:
     def cut(data: Any) -> None:
-        data["answers"] = [each for each in data["answers"] if each["phase"] == "search"]
+        lost = next(each for each in data["answers"] if each["phase"] == phase)
+        data["answers"].remove(lost)
 
     edit(measured / RESULTS_NAME, cut)
     (tuned,) = tune_offline.import_results(measured, settings(tmp_path / "logs"))
     assert tuned.record is None
-    assert "the results lack the finalists round" in tuned.failure
+    assert f"the results lack the {phase} round" in tuned.failure
     assert not (tmp_path / "logs").exists()
 
 

@@ -239,8 +239,9 @@ def try_all(
         When not even the default can be measured, or an answer is missing.
     """
     target = machine.source.export.header.target
-    candidates = [each for each in exported.candidates if machine.can_answer(exported.spec, each)]
-    default = exported.candidates[0].choices
+    first, *others = exported.candidates
+    default = first.choices
+    candidates = [first, *(each for each in others if machine.can_answer(exported.spec, each))]
     task = Task(
         machine=machine,
         spec=exported.spec,

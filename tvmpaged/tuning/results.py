@@ -161,9 +161,8 @@ def decode(data: bytes, export: Export) -> Results:
     for index, each in enumerate(results.answers):
         why = doubt(each, export)
         if why:
-            raise BundleError(
-                f"results.answers[{index}] ({each.spec} {' '.join(each.keys)}): {why}"
-            )
+            asked = f"{each.phase} of {' '.join(each.keys)}"
+            raise BundleError(f"answer {index} ({each.spec}, {asked}) is not believed: {why}")
     return results
 
 
