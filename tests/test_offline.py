@@ -42,8 +42,11 @@ from tvmpaged.tuning.export_manifest import (
     encode,
     read_export,
 )
+from tvmpaged.tuning.import_results import import_spec, read_results
 from tvmpaged.tuning.log import LOG_NAME, read_searches
+from tvmpaged.tuning.mlflow_log import SpecRun
 from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.work import Settings
 
@@ -149,6 +152,40 @@ def test_times_of_a_later_round_are_given_by_the_first_rounds_default(
     assert found[KEYS[0]].median_us == pytest.approx(500)
     assert found[new.key].median_us == pytest.approx(450)
     assert record.latency_us.median == pytest.approx(900)
+
+
+class SlowRuns:
+    """A tracking server that names a run only to those who wait for it."""
+
+    def __init__(self) -> None:
+        self.run = SpecRun()
+        self.trials: list[Trial] = []
+        self.record: Record | None = None
+
+    def start_spec(self, spec: Any, target: Any, setting: Setting, seed: int) -> SpecRun:
+        assert (setting.device, seed) == ("A CPU", 0)
+        return self.run
+
+    def log_trials(self, run: SpecRun, before: Any, batch: list[Trial], rate: Any) -> None:
+        self.trials += batch
+
+    def settle(self) -> None:
+        self.run.id = "run"
+
+    def id_of(self, run: SpecRun) -> str | None:
+        return run.id
+
+    def finish_spec(self, run: SpecRun, record: Record, files: Any) -> None:
+        self.record = record
+
+
+def test_runs_are_logged_and_the_record_names_its_own(measured: Path, tmp_path: Path) -> None:
+    runs: Any = SlowRuns()
+    source, found = read_results(measured)
+    record = import_spec(source.export.specs[0], source, found, tmp_path / "logs", runs)
+    assert record.mlflow_run_id == "run"
+    assert runs.record == record
+    assert [each.key for each in runs.trials] == KEYS
 
 
 def answer(change: Callable[[Any], Any]) -> Callable[[Path], None]:

@@ -150,6 +150,8 @@ def import_spec(
         tracked = Tracked(log, runs, run, None)
         tracked.append(list(known.values()), new, lambda us: exported.workload.rate(spec, us))
         session.trials = known | {each.key: each for each in new}
+        if runs is not None:
+            runs.settle()  # no search went by meanwhile, and the record is to name its run
         record = make_record(session, setting, result, export.seed, tracked.run_id(), roof)
         files = [records.save(work_dir, record)]
         files += [write_summary(folder, record, list(session.trials.values()))]

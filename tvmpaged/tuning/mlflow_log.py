@@ -124,6 +124,10 @@ class RunLog:
             self._background.settle(PATIENCE_S)
         return run.id
 
+    def settle(self) -> None:
+        """Wait until all so far is logged, or given up: for who has nothing to do meanwhile."""
+        self._background.settle(DATABASE_TIMEOUT_S)
+
     def finish_spec(self, run: SpecRun, record: Record, files: Iterable[Path]) -> None:
         """Log the winner and end a spec's run."""
         names = list(files)
