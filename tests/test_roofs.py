@@ -65,7 +65,7 @@ print(sorted([0, *used])[-2] / 1e9)
 )
 def test_a_roof_uses_its_threads_whatever_the_process_does_otherwise(make: str) -> None:
     def second_threads_seconds(threads: int) -> float:
-        name = make.split("(")[0]
+        name = make.split("(", 1)[0]
         code = THREADS.replace("import {make}", f"import {name}").replace("{make}", make)
         done = subprocess.run(
             [sys.executable, "-c", code.replace("{n}", str(threads))],
