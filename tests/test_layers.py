@@ -36,6 +36,7 @@ FLOORS = {
     "tvmpaged.spec": "base",
     "tvmpaged.cpu": "base",
     "tvmpaged.errors": "base",
+    "tvmpaged.files": "base",
     "tvmpaged.freshness": "base",
     "tvmpaged.gpu": "base",
     "tvmpaged.model_source": "base",

@@ -389,6 +389,8 @@ def test_only_an_export_without_results_is_replaced(
             tune_offline.export([SPEC], TARGET, folder, settings(tmp_path / "logs"))
         assert sorted(folder.iterdir()) == before
     for name in (RESULTS_NAME, JOURNAL_NAME):
+        with pytest.raises(UserError, match="holds results"):
+            tune_offline.export([SPEC], TARGET, measured, settings(tmp_path / "logs"))
         (measured / name).unlink()
     tune_offline.export([SPEC], TARGET, measured, settings(tmp_path / "logs"))
     assert len(read_export(measured).export.specs[0].candidates) == 12

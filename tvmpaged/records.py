@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tvmpaged.files import replace_file
 from tvmpaged.spec import AttentionSpec, TargetKey
 
 SCHEMA_VERSION = 2
@@ -226,16 +226,5 @@ def save(root: Path, record: Record) -> Path:
     """Write a record so that a reader sees the old one or the new one, whole; return its path."""
     path = folder(root, record.target, record.spec) / RECORD_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{RECORD_NAME}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(record.as_dict(), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(path, (json.dumps(record.as_dict(), indent=2) + "\n").encode())
     return path
