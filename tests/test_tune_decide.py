@@ -1,0 +1,156 @@
+"""What decides: times that compare, finalists, the clock, and a check that lets nothing through."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from record_tools import make_record
+from test_tune_workers import ask, honest
+from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
+
+from tvmpaged import records, schedules
+from tvmpaged.tuning import finalists, session, timing
+from tvmpaged.tuning.log import read_searches
+from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.session import Session
+from tvmpaged.tuning.trial import Choices, Trial
+
+DEFAULT = schedules.default_choices(SPEC, TARGET)
+
+
+def test_the_fastest_wins_though_the_second_is_simpler() -> None:
+    default = {"a": 0, "b": 0, "c": 0}
+    contenders = [default, default | {"a": 1, "b": 1, "c": 1}, default | {"a": 1}]
+    assert finalists._winner(contenders, [1.0, 1.10, 1.05]) == 1
+    assert finalists._winner(contenders, [1.0, 1.055, 1.05]) == 2  # within what is worth its place
+    assert finalists._winner(contenders, [1.0, 1.005, 0.9]) == 0
+
+
+class FinalMachine(FakeMachine):
+    """Lets the finalists' round fail while a certain number takes part."""
+
+    failing = 4
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        if len(candidates) >= self.failing:
+            return Answer({}, "crash", "SIGSEGV")
+        return super().measure(spec, workload, merge, candidates, **options)
+
+
+def test_a_finalist_that_fails_leaves_the_others_their_turn(tmp_path: Path) -> None:
+    record = work(FinalMachine(tmp_path), tmp_path, trials=24).run()
+    assert record.failures == {"crash": 1}
+    assert record.choices == work(FakeMachine(tmp_path), tmp_path / "b", trials=24).run().choices
+
+
+def test_a_record_holds_the_times_of_winner_and_default(tmp_path: Path) -> None:
+    record = work(FakeMachine(tmp_path), tmp_path, trials=24).run()
+    assert not record.is_default
+    assert record.latency_us.median == pytest.approx(known_us(record.choices), abs=0.01)
+    assert record.default_latency_us.median == pytest.approx(known_us(DEFAULT), abs=0.01)
+    expected = known_us(DEFAULT) / known_us(record.choices)
+    assert record.speedup == pytest.approx(expected, abs=1e-3)
+
+
+class DriftingMachine(FakeMachine):
+    """Becomes slower from call to call, as a machine does that others use."""
+
+    calls = 0
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        answer = super().measure(spec, workload, merge, candidates, **options)
+        drift = 1.0 + 0.1 * self.calls
+        self.calls += 1
+        for each in answer.reply["samples"]:
+            each["times_us"] = [us * drift for us in each["times_us"]]
+        return answer
+
+
+def test_times_of_different_moments_compare(tmp_path: Path) -> None:
+    work(DriftingMachine(tmp_path), tmp_path, trials=16).run()
+    log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
+    (found,) = read_searches(log)
+    for each in found.trials.values():
+        assert each.median_us == pytest.approx(known_us(each.choices), rel=1e-3)
+
+
+@pytest.mark.parametrize(("left", "size"), [(100.0, 8), (5.5, 5), (0.5, 0), (-1.0, 0)])
+def test_a_batch_ends_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, left: float, size: int
+) -> None:
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    task: Any = SimpleNamespace(machine=SimpleNamespace(interrupted=lambda: False))
+    found = Session(task=task, num_trials=100, deadline=1000.0 + left, starts=[DEFAULT])
+    found.trials = {"x": Trial(DEFAULT, reason="run")}
+    found._seconds_each = 1.0
+    assert found._batch_size() == size
+
+
+def test_a_call_that_waited_for_a_core_is_not_clean() -> None:
+    def once(waited_ns: int) -> timing.Taken:
+        count = iter((0, waited_ns))
+        queue: Any = SimpleNamespace(waited_ns=lambda: next(count))
+        return timing.timed_once(lambda: time.sleep(0.01), queue)
+
+    assert once(0).clean
+    assert not once(5_000_000).clean
+
+
+# --- the check ---------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_touches_unused_slots_is_wrong() -> None:
+    right = honest(SPEC)
+
+    def greedy(q: Any, k: Any, *rest: Any) -> None:
+        right(q, k, *rest)
+        rest[4].add_(0.0 * k.sum())
+
+    assert "NaN" in ask(SPEC, greedy)
+
+
+@pytest.mark.parametrize("which", [6, 7], ids=["out", "lse"])
+def test_a_kernel_that_leaves_what_the_last_one_wrote_is_wrong(which: int) -> None:
+    right = honest(SPEC)
+
+    def lazy(*args: Any) -> None:
+        untouched = [torch.clone(each) for each in (args[which],)]
+        right(*args)
+        args[which].copy_(untouched[0])
+
+    assert ask(SPEC, right) == ""
+    assert ask(SPEC, lazy)
+
+
+# --- what is on the disk -----------------------------------------------------------------------
+
+
+def test_a_record_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.name} {Path(target).name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = records.save(tmp_path, make_record())
+    new = done[0].removeprefix("sync ")
+    assert new != "record.json"
+    assert done == [f"sync {new}", f"rename {new} record.json", f"sync {path.parent.name}"]
