@@ -1,5 +1,6 @@
 """The search: what it proposes, what its model sees, and that both can be repeated."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 from tvm.s_tir import meta_schedule as ms
 
 from tvmpaged import records, schedules
+from tvmpaged.build import build_module
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency, Record
 from tvmpaged.spec import AttentionSpec
@@ -122,6 +124,25 @@ def test_a_batch_follows_the_model_and_keeps_exploring() -> None:
     assert times[:num_ranked] == sorted(times[:num_ranked])
     assert np.mean(times[:num_ranked]) < 0.8 * drawn
     assert np.mean(times[num_ranked:]) > np.mean(times[:num_ranked])
+
+
+def stores(choices: Choices) -> list[str]:
+    """Return what the program that choices stand for stores to, in its order."""
+    lines = build_module(SPEC, TARGET, choices).script().splitlines()
+    found = [re.match(r"\s*(\w+\[.*?\]) = ", each) for each in lines]
+    return [each[1] for each in found if each is not None]
+
+
+@pytest.mark.parametrize("name", ["prefetch_keys", "dot_unroll"])
+def test_these_options_leave_the_stores_alone(name: str) -> None:
+    default = schedules.default_choices(SPEC, TARGET)
+    values = [each for each in schedules.space(SPEC, TARGET)[name] if each != default[name]]
+    others = [default | {name: value} for value in values]
+    other = next(each for each in others if schedules.reject(SPEC, TARGET, each) is None)
+    assert stores(other) == stores(default)
+    assert len(stores(default)) > 10
+    # It is the stores that are compared: another number of lanes changes them.
+    assert stores(default | {"lanes": 8}) != stores(default)
 
 
 @pytest.mark.parametrize("name", ["prefetch_keys", "dot_unroll"])
