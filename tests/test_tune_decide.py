@@ -3,6 +3,8 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,14 @@ from record_tools import make_record
 from test_tune_workers import ask, honest
 from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 
-from tvmpaged import records, schedules
+from tvmpaged import records, schedules, tune
+from tvmpaged.errors import UserError
 from tvmpaged.tuning import finalists, session, timing
 from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.trial import Choices, Trial
+from tvmpaged.tuning.work import Settings
 
 DEFAULT = schedules.default_choices(SPEC, TARGET)
 
@@ -93,6 +97,39 @@ def test_a_batch_ends_before_the_deadline(
     found.trials = {"x": Trial(DEFAULT, reason="run")}
     found._seconds_each = 1.0
     assert found._batch_size() == size
+
+
+def test_specs_share_the_time_and_leave_some_for_their_finalists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    machine = SimpleNamespace(start=lambda: now.append(now[-1] + 20.0))
+    deadlines: list[tuple[float, float]] = []
+
+    class Fake:
+        def __init__(
+            self, spec: Any, target: Any, settings: Any, _: Any, deadline: float, *rest: Any
+        ) -> None:
+            self.deadline = deadline
+
+        def run(self) -> Any:
+            deadlines.append((now[-1], self.deadline))
+            now.append(self.deadline)
+            if len(deadlines) == 2:
+                raise UserError("the second one fails")
+
+    monkeypatch.setattr(tune, "Work", Fake)
+    monkeypatch.setattr(tune, "open_machine", lambda interrupt: nullcontext(machine))
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    specs = [replace(SPEC, group_size=each) for each in (1, 2, 3)]
+    settings = Settings(time_limit_s=320.0, use_mlflow=False)
+    results = tune.tune(specs, TARGET, settings)
+    # 300 s are left when the workers have started; they took 20 s, so the finalists get 30.
+    assert deadlines[0] == (1020.0, 1020.0 + 100.0 - 30.0)
+    assert deadlines[1] == (1090.0, 1090.0 + 115.0 - 30.0)
+    assert deadlines[2] == (1175.0, 1175.0 + 145.0 - 30.0)
+    # One that fails leaves the others their turn.
+    assert [each.failure for each in results] == ["", "the second one fails", ""]
 
 
 def test_a_call_that_waited_for_a_core_is_not_clean() -> None:
