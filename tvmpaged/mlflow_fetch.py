@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from tvmpaged import records
 from tvmpaged.errors import UserError
+from tvmpaged.files import replace_file
 from tvmpaged.records import RECORD_NAME, Record
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning import tracking
@@ -214,7 +214,7 @@ def _write(
         if log is not None:
             (unchanged if old is not None else written).append(LOG_NAME)
         if log is not None and old is None:
-            _write_whole(here.path, log)
+            replace_file(here.path, log)
         if record is not None:
             (unchanged if known is not None else written).append(RECORD_NAME)
         if record is not None and known is None:
@@ -227,12 +227,3 @@ def _write(
             ]
             write_summary(folder, record, trials)
     return written, unchanged
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
