@@ -89,8 +89,8 @@ def test_a_server_that_freezes_costs_the_search_nothing(
     finally:
         real.thaw()
     # All candidates were measured as if nothing were amiss, but for one moment of patience.
-    assert ended[-1] - ended[0] < alone + mlflow_log.PATIENCE_S + 2.0
-    assert whole < alone + 3.0 + mlflow_log.PATIENCE_S + 4.0
+    assert ended[-1] - ended[0] < 2 * alone + mlflow_log.PATIENCE_S + 3.0
+    assert whole < 2 * alone + 3.0 + mlflow_log.PATIENCE_S + 8.0
     assert len(warnings) == 1
     assert "no answer in time" in warnings[0]
     record = records.load(tmp_path / "logged", TARGET, SPEC)
