@@ -1,5 +1,6 @@
 """``tvmpaged tune`` as a user calls it: a small real search, and what the command line says."""
 
+import io
 import json
 import os
 import signal
@@ -12,12 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tvmpaged import records, schedules, tune
 from tvmpaged.build import source_sha256
 from tvmpaged.cli import app
 from tvmpaged.cli.tune import kv_heads, parse_seconds
-from tvmpaged.cli.tune_view import plain_line
+from tvmpaged.cli.tune_view import _table, plain_line
 from tvmpaged.cpu import cpu_model, native_target, num_threads
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.status import Status
@@ -252,3 +254,14 @@ def test_a_workload_counts_what_is_read_and_computed() -> None:
     assert workload.kv_bytes(prefill) == 5 * 2 * (64 + 64) * 4
     assert workload.rate(SPEC, 10.0) == ("gb_per_s", 5 * 2 * 128 * 4 / 10.0 / 1e3)
     assert Workload.from_dict(json.loads(json.dumps(workload.as_dict()))) == workload
+
+
+def test_the_live_table_has_a_cell_for_each_column() -> None:
+    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, "gb_per_s", 16.93, 0.672, 42.4)
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(_table([status, Status(SPEC, "start", 0, 64)]))
+    head, row, start = console.export_text().splitlines()
+    assert head.split() == "spec phase trials failed best us rate of roof speed-up left".split()
+    for text in ("8/64", " 740 ", "16.9 GB/s", "67%", "1.19", "42 s"):
+        assert text in row
+    assert start.split()[-5:] == ["-"] * 5
