@@ -17,9 +17,12 @@ from tvmpaged.tuning import mlflow_log
 from tvmpaged.tuning.background import QUEUE_SIZE, Background
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import read_searches
-from tvmpaged.tuning.mlflow_log import RunLog
+from tvmpaged.tuning.mlflow_log import RunLog, SpecRun
 from tvmpaged.tuning.process import Answer
+from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.tracking import MAX_PARAM, tracking_uri
+from tvmpaged.tuning.trial import Trial
+from tvmpaged.tuning.workload import Workload
 
 PARAMS = {"trials": 24, "specs": "x" * 10_000}
 
@@ -260,6 +263,31 @@ def test_a_server_that_dies_in_between_is_one_warning(tmp_path: Path, database: 
     assert record.trials == 24
     assert record.choices in [record.choices, schedules.default_choices(SPEC, TARGET)]
     assert len(warnings) == 1
+
+
+def test_no_batch_waits_for_a_server_that_is_behind(tmp_path: Path) -> None:
+    runs, gate = (
+        RunLog(f"sqlite:///{tmp_path}/mlflow.db", lambda _: None, PARAMS),
+        threading.Event(),
+    )
+    runs._background.submit(lambda: gate.wait(30))
+    begin = time.monotonic()
+    for _ in range(5):
+        runs.log_trials(SpecRun("run"), [], [Trial({}, reason="crash")], lambda us: ("rate", us))
+    assert time.monotonic() - begin < mlflow_log.PATIENCE_S
+    runs._background.fail("enough")
+    gate.set()
+
+
+def test_a_run_that_has_its_winner_is_not_opened_again(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    finished = search(tmp_path, uri, [])
+    runs = RunLog(uri, lambda _: None, PARAMS)
+    setting = Setting.here(Workload.representative(SPEC))
+    run = runs.start_spec(SPEC, TARGET, setting, 0, earlier=finished)
+    runs.close("FINISHED")
+    assert run.id is not None
+    assert run.id != finished
 
 
 # --- where runs go -------------------------------------------------------------------------------
