@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.schedules.rules import (
-    COLUMNS_ONLY,
+    IDLE,
     SCRATCH_BYTES,
     Choices,
+    has_amx,
     has_avx512,
     num_registers,
     register_tiles,
     scratch_bytes,
+    tile_scratch_bytes,
 )
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
 
@@ -38,16 +41,21 @@ def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
     """Return the untuned default: vectorised, all threads, no search behind it."""
     if spec.kernel not in ATTENTION_KERNELS:
         return {} if spec.kernel == "copy_blocks" else {"lanes": 8}
+    if has_amx(spec, target):
+        return _default_tiles(spec)
     # A run-time group counts as few rows.
     few_rows = spec.kernel == "decode" and spec.group_size <= MOST_ROWS
-    choices: Choices = {
-        "step": "rows" if few_rows else "columns",
+    step = "rows" if few_rows else "columns"
+    choices: Choices = IDLE["vector", step] | {
+        "step": step,
+        "isa": "vector",
         "lanes": _lanes(spec, target),
         "keys_per_step": 16 if spec.is_generic else 32,
         "split_length": 512 if spec.kernel == "decode" else 1024,
-        "prefetch_keys": 32 if few_rows and not spec.is_generic else 0,
-        "prefetch_level": 2 if few_rows and not spec.is_generic else 1,
     }
+    if few_rows:
+        ahead = not spec.is_generic
+        choices |= {"prefetch_keys": 32 if ahead else 0, "prefetch_level": 2 if ahead else 1}
     choices["row_tile"] = _row_tile(spec, choices)
     registers, rows = num_registers(target), choices["row_tile"]
     if few_rows:
@@ -60,8 +68,37 @@ def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
         side = registers // 5
         limits = {"dot_keys": 4, "dot_vectors": side, "weigh_rows": 4, "weigh_vectors": side}
     tiles = register_tiles(spec, choices)
-    sides = {name: _divisor(tiles[name], limit) for name, limit in limits.items()}
-    return choices | (COLUMNS_ONLY if few_rows else {"dot_unroll": 1}) | sides
+    return choices | {name: _divisor(tiles[name], limit) for name, limit in limits.items()}
+
+
+def _default_tiles(spec: AttentionSpec) -> Choices:
+    """Return the untuned default on AMX: V in pairs of dims, 2 x 2 tiles where there are rows."""
+    decode = spec.kernel == "decode"
+    few_rows = decode and spec.group_size < SIDE
+    step = "rows" if few_rows else "columns"
+    choices: Choices = IDLE["amx", step] | {
+        "step": step,
+        "isa": "amx",
+        "lanes": SIDE,
+        "row_tile": spec.group_size,
+        "keys_per_step": 64 if decode else 128,
+        "weigh_keys": DEPTH if decode else 128,
+        "split_length": 512 if decode else 1024,
+        "prefetch_keys": DEPTH if decode else 0,
+        "prefetch_level": 2 if decode else 1,
+        "dot_keys": 1 if few_rows else 2,
+        "weigh_vectors": min(2, spec.head_dim_v // SIDE),
+    }
+    if not few_rows:
+        rows = -(-spec.group_size // SIDE) * SIDE if decode else 64
+        choices["row_tile"] = min(64, rows)
+        while tile_scratch_bytes(spec, choices) > SCRATCH_BYTES:
+            choices["row_tile"] -= SIDE
+        tiles = choices["row_tile"] // SIDE
+        # The tail of a head_dim takes tile registers of its own.
+        side = 1 if spec.head_dim % DEPTH else _divisor(tiles, 2)
+        choices |= {"dot_vectors": side, "weigh_rows": side}
+    return choices
 
 
 def _row_tile(spec: AttentionSpec, choices: Choices) -> int:
@@ -82,11 +119,14 @@ def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
         return {name: (value,) for name, value in default.items()}
     decode = spec.kernel == "decode"
     group_tiles = {spec.group_size, -(-spec.group_size // 2)} if decode else set()
+    tiles = has_amx(spec, target)
     values: dict[str, set[Any]] = {
+        "isa": {"vector", "amx"} if tiles else {"vector"},
+        "weigh_keys": {32, 64, 128, 256} if tiles else {DEPTH},
         "step": {"rows", "columns"} if decode else {"columns"},
         "lanes": {8, _lanes(spec, target)},
         "row_tile": {8, 16, 32, 48, 64, 96, 128} | group_tiles,
-        "keys_per_step": {16, 32, 64, 128},
+        "keys_per_step": {16, 32, 64, 128} | ({256} if tiles else set()),
         "split_length": {256, 512, 1024, 2048} if decode else {1024, 2048, 4096},
         "prefetch_keys": {0, 16, 32, 64, 128},
         "prefetch_level": {1, 2, 3},

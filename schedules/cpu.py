@@ -32,8 +32,13 @@ def schedule(sch: Schedule, spec: AttentionSpec, choices: dict[str, Any]) -> Non
     sch.work_on(spec.kernel)
     sch.parallel(sch.get_loops(sch.get_sblock("worker"))[0])
     if spec.kernel in ATTENTION_KERNELS:
-        tile = _tile_columns if choices["step"] == "columns" else _tile_rows
-        tile(sch, choices)
+        if choices["isa"] == "amx":
+            _unroll_small_loops(sch)
+        elif choices["step"] == "columns":
+            _tile_columns(sch, choices)
+        else:
+            _tile_rows(sch, choices)
+            _unroll_small_loops(sch)
 
 
 def _extent(sch: Schedule, loop: Any) -> int | None:
@@ -62,6 +67,9 @@ def _tile_rows(sch: Schedule, choices: dict[str, Any]) -> None:
     sch.reorder(do_outer, k, do_inner, r, x)
     sch.unroll(do_inner)
     sch.unroll(r)
+
+
+def _unroll_small_loops(sch: Schedule) -> None:
     for name in UNROLLED_BLOCKS:
         for block in _blocks(sch, name):
             for loop in sch.get_loops(block):

@@ -7,16 +7,27 @@ twice under two names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tvmpaged.cpu import MICROARCHITECTURES
+from tvmpaged.kernels.tile_registers import DEPTH, NUM_REGISTERS, SIDE, TileRegisters
 from tvmpaged.spec import ATTENTION_KERNELS, MAX_HEAD_DIM, AttentionSpec, TargetKey
 
 Choices = dict[str, Any]
+Rule = Callable[[AttentionSpec, TargetKey, Choices], str | None]
 
-#: Options that matter under one value of "step" only, and where they stand under the other.
+#: Options that matter under some values of "isa" and "step" only, and where they stand elsewhere.
 ROWS_ONLY = {"prefetch_keys": 0, "prefetch_level": 1, "dot_unroll": 1}
 COLUMNS_ONLY = {"dot_vectors": 1, "weigh_rows": 1}
+TILES_ONLY = {"weigh_keys": DEPTH}
+#: (isa, step) -> options that mean nothing there.
+IDLE = {
+    ("vector", "rows"): COLUMNS_ONLY | TILES_ONLY,
+    ("vector", "columns"): ROWS_ONLY | TILES_ONLY,
+    ("amx", "rows"): COLUMNS_ONLY | {"dot_unroll": 1},
+    ("amx", "columns"): {"dot_unroll": 1},
+}
 
 #: Bytes of one core's second-level cache that a tile's scratch may fill (all of the
 #: least L2 that a CPU with AVX2 has, Haswell's 256 KiB; a quarter or less of a current one's).
@@ -26,6 +37,17 @@ SCRATCH_BYTES = 256 * 1024
 def has_avx512(target: TargetKey) -> bool:
     """Tell whether code for the target has 32 vector registers of 64 bytes."""
     return "avx512f" in MICROARCHITECTURES.get(target.arch, frozenset())
+
+
+def has_amx(spec: AttentionSpec, target: TargetKey) -> bool:
+    """Tell whether both products of a spec can run on AMX tiles of bfloat16."""
+    return (
+        "amx_bf16" in MICROARCHITECTURES.get(target.arch, frozenset())
+        and spec.kernel in ATTENTION_KERNELS
+        and spec.q_dtype == spec.kv_dtype == "bfloat16"
+        and not spec.is_generic
+        and spec.head_dim % SIDE == spec.head_dim_v % SIDE == 0
+    )
 
 
 def num_registers(target: TargetKey) -> int:
@@ -39,12 +61,28 @@ def scratch_bytes(spec: AttentionSpec, rows: int, keys: int) -> int:
     return 4 * (keys * (dims + rows) + rows * dims)
 
 
+def tile_scratch_bytes(spec: AttentionSpec, choices: Choices) -> int:
+    """Return what a tile keeps under AMX: scores, probabilities, V's pairs, q, the accumulators."""
+    keys, rows = int(choices["keys_per_step"]), -(-int(choices["row_tile"]) // SIDE) * SIDE
+    pairs = 2 * int(choices["weigh_keys"]) * spec.head_dim_v
+    if spec.block_size % SIDE:  # keys of such blocks are copied first
+        pairs += 2 * keys * (spec.head_dim + spec.head_dim_v)
+    return 6 * keys * rows + pairs + rows * (2 * spec.head_dim + 4 * spec.head_dim_v)
+
+
 def register_tiles(spec: AttentionSpec, choices: Choices) -> dict[str, int]:
     """Return, for each option that is a side of a register tile, the extent that it must divide.
 
     An extent known at run time only counts as 1: such a loop is not tiled.
     """
     lanes = choices["lanes"]
+    if choices["isa"] == "amx":
+        rows = choices["row_tile"]
+        return {
+            "dot_keys": choices["keys_per_step"] // SIDE,
+            "dot_vectors": -(-rows // SIDE),
+            "weigh_rows": max(1, rows // SIDE),
+        }
     vectors = spec.head_dim // lanes or 1
     vectors_v = spec.head_dim_v // lanes or 1
     if choices["step"] == "rows":
@@ -61,7 +99,17 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
     """Return why a choice list cannot be built or cannot win; None when it may be tried."""
     if spec.kernel not in ATTENTION_KERNELS:
         return None
-    lanes, keys, rows = choices["lanes"], choices["keys_per_step"], choices["row_tile"]
+    forms = {"rows": _reject_rows, "columns": _reject_columns}
+    form: Rule = _reject_tiles if choices["isa"] == "amx" else forms[choices["step"]]
+    for rule in (_reject_divisors, _reject_idle, _reject_row_tile, form):
+        reason = rule(spec, target, choices)
+        if reason:
+            return reason
+    return None
+
+
+def _reject_divisors(spec: AttentionSpec, _target: TargetKey, choices: Choices) -> str | None:
+    lanes, keys = choices["lanes"], choices["keys_per_step"]
     for name, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim % lanes:
             return f"lanes={lanes} does not divide {name}={dim}"
@@ -69,26 +117,61 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
         return f"keys_per_step={keys} is no multiple of lanes={lanes}"
     if choices["split_length"] % keys:
         return f"split_length={choices['split_length']} is no multiple of keys_per_step={keys}"
-    if choices["step"] == "columns" and rows % lanes:
-        return f"row_tile={rows} is no multiple of lanes={lanes}"
     for name, extent in register_tiles(spec, choices).items():
         if extent % choices[name]:
             return f"{name}={choices[name]} does not divide {extent}"
-    step_rule, idle = (
-        (_reject_rows, COLUMNS_ONLY) if choices["step"] == "rows" else (_reject_columns, ROWS_ONLY)
-    )
-    for name, first in idle.items():
+    return None
+
+
+def _reject_idle(_spec: AttentionSpec, _target: TargetKey, choices: Choices) -> str | None:
+    for name, first in IDLE[choices["isa"], choices["step"]].items():
         if choices[name] != first:
-            return f"{name}={choices[name]} means nothing under step={choices['step']!r}"
-    return step_rule(spec, target, choices)
-
-
-def _reject_rows(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
-    rows = choices["row_tile"]
-    if spec.group_size and rows > spec.group_size:
-        return f"row_tile={rows} is more than the group's {spec.group_size} rows"
+            where = f"isa={choices['isa']!r} and step={choices['step']!r}"
+            return f"{name}={choices[name]} means nothing under {where}"
     if not choices["prefetch_keys"] and choices["prefetch_level"] != 1:
         return "prefetch_level means nothing without prefetch_keys"
+    return None
+
+
+def _reject_row_tile(spec: AttentionSpec, _target: TargetKey, choices: Choices) -> str | None:
+    rows, lanes, group = choices["row_tile"], choices["lanes"], spec.group_size
+    if choices["step"] == "rows":
+        if group and rows > group:
+            return f"row_tile={rows} is more than the group's {group} rows"
+        return None
+    if rows % lanes:
+        return f"row_tile={rows} is no multiple of lanes={lanes}"
+    if spec.kernel == "decode" and group and rows - group >= lanes:
+        return f"row_tile={rows} leaves a vector of the group's {group} rows empty"
+    return None
+
+
+def _reject_tiles(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    if not has_amx(spec, target):
+        return f"isa='amx' needs bfloat16, head sizes of whole tiles, and a CPU with it: {target}"
+    keys, rows, some = choices["keys_per_step"], choices["row_tile"], choices["weigh_keys"]
+    if choices["lanes"] != SIDE:
+        return f"lanes={choices['lanes']} is not the side of a tile register, {SIDE}"
+    if choices["step"] == "rows" and rows > SIDE:
+        return f"row_tile={rows} is more than a tile register's {SIDE} rows"
+    if keys % some:
+        return f"keys_per_step={keys} is no multiple of weigh_keys={some}"
+    if some % DEPTH:
+        return f"weigh_keys={some} is no multiple of {DEPTH}"
+    vectors = choices["weigh_vectors"]
+    if vectors > spec.head_dim_v // SIDE or (vectors % 2 and spec.head_dim_v > SIDE):
+        return f"weigh_vectors={vectors} is odd or more than head_dim_v={spec.head_dim_v}"
+    registers = TileRegisters.plan(spec, choices)
+    if not registers.fits:
+        return f"{len(registers.shapes)} tile registers needed of {NUM_REGISTERS}"
+    scratch = tile_scratch_bytes(spec, choices)
+    if scratch > SCRATCH_BYTES:
+        return f"the tile's scratch of {scratch} bytes is over {SCRATCH_BYTES}"
+    return None
+
+
+def _reject_rows(_spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    rows = choices["row_tile"]
     for name in ("dot_keys", "weigh_vectors"):
         # Accumulators beside one vector of K or V and one of q or a probability.
         reason = _reject_registers(f"row_tile x {name}", rows * choices[name] + 2, target, choices)
@@ -98,9 +181,7 @@ def _reject_rows(spec: AttentionSpec, target: TargetKey, choices: Choices) -> st
 
 
 def _reject_columns(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
-    rows, lanes = choices["row_tile"], choices["lanes"]
-    if spec.kernel == "decode" and spec.group_size and rows - spec.group_size >= lanes:
-        return f"row_tile={rows} leaves a vector of the group's {spec.group_size} rows empty"
+    rows = choices["row_tile"]
     for first, second in (("dot_keys", "dot_vectors"), ("weigh_rows", "weigh_vectors")):
         # Accumulators beside the vectors of one side; the other side is broadcast from memory.
         needed = (choices[first] + 1) * choices[second]

@@ -9,6 +9,7 @@ compares it with LLVM itself.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from functools import cache
@@ -41,15 +42,28 @@ MICROARCHITECTURES: dict[str, frozenset[str]] = {
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Return this machine's CPU features by the names of ``/proc/cpuinfo``."""
+    """Return this machine's CPU features by the names of ``/proc/cpuinfo``.
+
+    Those of AMX are among them only where the system lets this process use it: Linux keeps no room
+    for tile registers until it is asked, and an instruction before that ends the process.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
     for line in text.splitlines():
         if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
+            flags = frozenset(line.split(":", 1)[1].split())
+            amx = frozenset(name for name in flags if name.startswith("amx_"))
+            return flags if not amx or _ask_for_tiles() else flags - amx
     return frozenset()
+
+
+def _ask_for_tiles() -> bool:
+    """Ask Linux for the tile registers' state (its Documentation/arch/x86/xstate.rst)."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def cpu_model() -> str:

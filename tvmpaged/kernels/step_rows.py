@@ -122,13 +122,13 @@ def _score(t: Tile) -> Callable[..., Any]:
     return score
 
 
-def _softmax(t: Tile) -> Callable[..., Any]:
+def softmax(t: Tile) -> Callable[..., Any]:
     """Return the program part from scores to probabilities, with the running row statistics."""
     rows, lanes, vectors = t.rows, t.lanes, t.keys // t.lanes
     fold = fold_lanes(T.max, lanes)
 
     @T.inline
-    def softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale):
+    def run(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale):
         tops = T.sblock_alloc_buffer((rows, lanes), "float32")
         base = T.sblock_alloc_buffer((rows,), "float32")
         for r in range(rows):
@@ -173,7 +173,7 @@ def _softmax(t: Tile) -> Callable[..., Any]:
                     probs[vr, vo * lanes + vx] = exp2(probs[vr, vo * lanes + vx])
                     row_sum[vr, vx] = row_sum[vr, vx] + probs[vr, vo * lanes + vx]
 
-    return softmax
+    return run
 
 
 def _weigh(t: Tile) -> Callable[..., Any]:
@@ -232,7 +232,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
 def kv_step(t: Tile) -> Callable[..., Any]:
     """Return the program part of one step."""
     rows, keys = t.rows, t.keys
-    score, softmax, weigh = _score(t), _softmax(t), _weigh(t)
+    score, probabilities, weigh = _score(t), softmax(t), _weigh(t)
 
     @T.inline
     def step(
@@ -254,7 +254,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         probs = T.sblock_alloc_buffer((rows, keys), "float32")
         rescale = T.sblock_alloc_buffer((rows,), "float32")
         score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, scores)
-        softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
+        probabilities(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
         weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, acc)
 
     return step

@@ -8,6 +8,7 @@ from typing import Any
 
 from tvm import tirx
 
+from tvmpaged.kernels.tile_registers import SIDE, TileRegisters
 from tvmpaged.spec import MAX_HEAD_DIM, AttentionSpec
 
 Expr = Any  # a tirx expression, or an int where the size is a constant
@@ -95,6 +96,7 @@ class Tile:
     lanes: int
     prefetch_keys: int
     prefetch_level: int
+    choices: dict[str, Any]
 
     @classmethod
     def make(cls, spec: AttentionSpec, choices: dict[str, Any]) -> Tile:
@@ -106,7 +108,28 @@ class Tile:
             lanes=choices["lanes"],
             prefetch_keys=choices["prefetch_keys"],
             prefetch_level=choices["prefetch_level"],
+            choices=choices,
         )
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether a score row is a vector along the keys."""
+        return bool(self.choices["step"] == "rows")
+
+    @property
+    def columns(self) -> int:
+        """Rows of a tile, as columns of whole tile registers."""
+        return -(-self.rows // SIDE) * SIDE
+
+    @property
+    def registers(self) -> TileRegisters:
+        """What the tile registers hold."""
+        return TileRegisters.plan(self.cache.spec, self.choices)
+
+    @property
+    def tiles_fit(self) -> bool:
+        """Whether the keys of a tile register always lie in one block."""
+        return self.cache.spec.block_size % SIDE == 0
 
     @property
     def head_dim_cap(self) -> int:

@@ -1,0 +1,213 @@
+"""The first product on AMX tiles: scores ``[keys, rows]`` = K . q.
+
+K is an operand as it lies in the cache; q is laid out as pairs of dims once per tile of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvmpaged.kernels import amx
+from tvmpaged.kernels.tile import Tile
+from tvmpaged.kernels.tile_registers import DEPTH, SIDE
+from tvmpaged.kernels.transpose import shuffle, transpose
+
+
+def load_q(t: Tile) -> Callable[..., Any]:
+    """Return the program part that lays query rows out as pairs, ``[head_dim / 2, columns]``."""
+    rows, dim, turn = t.rows, t.cache.spec.head_dim, transpose()
+    chunks, tail = dim // DEPTH, dim % DEPTH
+
+    def pairs_of(q: Any, token: Any, head: Any, chunk: Any, n: int) -> Any:
+        value = tirx.reinterpret(f"uint32x{n // 2}", q[token, head, T.Ramp(chunk * DEPTH, 1, n)])
+        if n < DEPTH:
+            value = shuffle(value, T.Broadcast(T.uint32(0), n // 2), list(range(SIDE)))
+        return value
+
+    @T.inline
+    def load_chunk(q, q_start, token_of, head_of, sign, column, chunk, n, q_tiles):
+        block = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
+        other = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
+        for r in T.unroll(SIDE):
+            if r < rows:
+                block[r, T.Ramp(0, 1, SIDE)] = T.bitwise_xor(
+                    pairs_of(
+                        q,
+                        q_start + token_of[column * SIDE + r],
+                        head_of[column * SIDE + r],
+                        chunk,
+                        n,
+                    ),
+                    T.Broadcast(sign, SIDE),
+                )
+            else:
+                block[r, T.Ramp(0, 1, SIDE)] = T.Broadcast(T.uint32(0), SIDE)
+        turn(block, other)
+        for pair in T.unroll(n // 2):
+            q_tiles[chunk * SIDE + pair, T.Ramp(column * SIDE, 1, SIDE)] = block[
+                pair, T.Ramp(0, 1, SIDE)
+            ]
+
+    @T.inline
+    def run(q, q_start, token_of, head_of, sm_scale, q_tiles):
+        # The scale's sign goes into q, so that greater scores have greater logits.
+        sign: T.let[T.uint32] = T.Select(sm_scale < T.float32(0), T.uint32(0x80008000), T.uint32(0))
+        for column in range(t.columns // SIDE):
+            with T.sblock("load_q"):
+                vc = T.axis.opaque(t.columns // SIDE, column)
+                T.reads()
+                T.writes()
+                for chunk in range(chunks):
+                    with T.sblock("load_chunk"):
+                        vd = T.axis.opaque(chunks, chunk)
+                        T.reads()
+                        T.writes()
+                        load_chunk(q, q_start, token_of, head_of, sign, vc, vd, DEPTH, q_tiles)
+                if tail > 0:
+                    load_chunk(q, q_start, token_of, head_of, sign, vc, chunks, tail, q_tiles)
+
+    return run
+
+
+def score_part(t: Tile) -> Callable[..., Any]:
+    """Return the program part ``scores = K . q``."""
+    c, regs = t.cache, t.registers
+    side_keys, side_columns = t.choices["dot_keys"], t.choices["dot_vectors"]
+    key_tiles, column_tiles = t.keys // SIDE // side_keys, t.columns // SIDE // side_columns
+    dim = c.spec.head_dim
+    chunks, tail = dim // DEPTH, dim % DEPTH
+    staged = not t.tiles_fit
+    ahead = 0 if staged else t.prefetch_keys
+    # The keys of a later step are asked for a few whole rows at a time, among the products.
+    share, lines = -(-SIDE // (chunks + (tail > 0))), -(-dim // DEPTH)
+    row_bytes = 2 * (dim if staged or not c.nhd else dim * c.num_kv_heads)
+
+    def address(
+        k_cache: Any, k_tile: Any, block: Any, head: Any, slot: Any, key: Any, d: Any
+    ) -> Any:
+        return T.address_of(k_tile[key, d] if staged else c.at(k_cache, block, head, slot, d))
+
+    @T.inline
+    def ask(k_cache, block, head, slot, chunk):
+        for k, line in T.grid(T.min(share, SIDE - chunk * share), lines):
+            T.evaluate(t.prefetch(k_cache, block, head, slot + chunk * share + k, line * DEPTH))
+
+    @T.inline
+    def score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, scores):
+        for kt in range(key_tiles):
+            with T.sblock("key_tiles"):
+                vk = T.axis.opaque(key_tiles, kt)
+                T.reads()
+                T.writes()
+                block_of = T.sblock_alloc_buffer((side_keys, 1), "int64")
+                slot_of = T.sblock_alloc_buffer((side_keys, 1), "int32")
+                for a in T.unroll(side_keys):
+                    at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
+                    block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
+                    slot_of[a, 0] = T.truncmod(at, c.block_size)
+                next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
+                next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
+                if ahead > 0:
+                    for a in T.unroll(side_keys):
+                        later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
+                        next_block[a, 0] = c.block(block_table, seq, T.min(later, kv_end - 1))
+                        next_slot[a, 0] = T.truncmod(later, c.block_size)
+                for ct in range(column_tiles):
+                    with T.sblock("score_tiles"):
+                        vc = T.axis.opaque(column_tiles, ct)
+                        T.reads()
+                        T.writes()
+                        for i in T.unroll(side_keys * side_columns):
+                            T.evaluate(amx.zero(regs.score + i))
+                        for chunk in T.unroll(chunks):
+                            for b in T.unroll(side_columns):
+                                T.evaluate(
+                                    amx.load(
+                                        regs.q + b,
+                                        T.address_of(
+                                            q_tiles[chunk * SIDE, (vc * side_columns + b) * SIDE]
+                                        ),
+                                        t.columns * 4,
+                                    )
+                                )
+                            for a in T.unroll(side_keys):
+                                T.evaluate(
+                                    amx.load(
+                                        regs.k,
+                                        address(
+                                            k_cache,
+                                            k_tile,
+                                            block_of[a, 0],
+                                            kv_head,
+                                            slot_of[a, 0],
+                                            (vk * side_keys + a) * SIDE,
+                                            chunk * DEPTH,
+                                        ),
+                                        row_bytes,
+                                    )
+                                )
+                                if ahead > 0:
+                                    ask(k_cache, next_block[a, 0], kv_head, next_slot[a, 0], chunk)
+                                for b in T.unroll(side_columns):
+                                    T.evaluate(
+                                        amx.dot(
+                                            regs.score + a * side_columns + b, regs.k, regs.q + b
+                                        )
+                                    )
+                        if tail > 0:
+                            for b in T.unroll(side_columns):
+                                T.evaluate(
+                                    amx.load(
+                                        regs.q_tail + b,
+                                        T.address_of(
+                                            q_tiles[chunks * SIDE, (vc * side_columns + b) * SIDE]
+                                        ),
+                                        t.columns * 4,
+                                    )
+                                )
+                            for a in T.unroll(side_keys):
+                                T.evaluate(
+                                    amx.load(
+                                        regs.k_tail,
+                                        address(
+                                            k_cache,
+                                            k_tile,
+                                            block_of[a, 0],
+                                            kv_head,
+                                            slot_of[a, 0],
+                                            (vk * side_keys + a) * SIDE,
+                                            chunks * DEPTH,
+                                        ),
+                                        row_bytes,
+                                    )
+                                )
+                                if ahead > 0:
+                                    ask(k_cache, next_block[a, 0], kv_head, next_slot[a, 0], chunks)
+                                for b in T.unroll(side_columns):
+                                    T.evaluate(
+                                        amx.dot(
+                                            regs.score + a * side_columns + b,
+                                            regs.k_tail,
+                                            regs.q_tail + b,
+                                        )
+                                    )
+                        for a in T.unroll(side_keys):
+                            for b in T.unroll(side_columns):
+                                T.evaluate(
+                                    amx.store(
+                                        regs.score + a * side_columns + b,
+                                        T.address_of(
+                                            scores[
+                                                (vk * side_keys + a) * SIDE,
+                                                (vc * side_columns + b) * SIDE,
+                                            ]
+                                        ),
+                                        t.columns * 4,
+                                    )
+                                )
+
+    return score
