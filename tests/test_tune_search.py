@@ -122,7 +122,8 @@ def test_a_batch_follows_the_model_and_keeps_exploring() -> None:
     drawn = np.mean([known_us(source.draw(random)) for _ in range(100)])
     num_ranked = round(20 * (1 - EXPLORE))
     assert times[:num_ranked] == sorted(times[:num_ranked])
-    assert np.mean(times[:num_ranked]) < 0.8 * drawn
+    least = 1000.0  # of `known_us`
+    assert np.mean(times[:num_ranked]) - least < 0.3 * (drawn - least)
     assert np.mean(times[num_ranked:]) > np.mean(times[:num_ranked])
 
 

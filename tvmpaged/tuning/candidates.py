@@ -12,15 +12,18 @@ from tvmpaged.tuning.trial import Choices
 
 Space = Mapping[str, tuple[Any, ...]]
 
+#: Times that a change is drawn until one is legal.
+_ATTEMPTS = 4
+
 
 class Candidates:
     """The legal choice lists of a space.
 
     Of all combinations about one in a hundred is legal, so none is found by luck. A draw starts
     at an *anchor*, a legal list, and takes over the values of a random combination one option after
-    the other, each where the list stays legal. Anchors are the default and all legal lists that
-    differ from the options' first values in at most two options: so that every region that two
-    options open together can be reached.
+    the other, each where the list stays legal. Anchors are all legal lists that differ from the
+    default, or from the options' first values, in at most two options: so that every region that
+    two options open together can be reached from either.
 
     Parameters
     ----------
@@ -37,7 +40,8 @@ class Candidates:
     ) -> None:
         self.space = dict(space)
         self.reject = reject
-        self.anchors = [self._ordered(default), *self._near_first_values()]
+        first = {name: values[0] for name, values in self.space.items()}
+        self.anchors = self._near(self._ordered(default)) + self._near(first)
 
     def draw(self, random: np.random.Generator) -> Choices:
         """Return a random legal list."""
@@ -46,10 +50,19 @@ class Candidates:
         return self._toward(wanted, anchor, random)
 
     def vary(self, choices: Choices, random: np.random.Generator) -> Choices:
-        """Return a legal list that differs from a legal one in a few options."""
+        """Return a legal list that differs from a legal one in a few options.
+
+        Where the neighbourhood is sparse it may, after a few attempts, be the same list.
+        """
         free = [name for name, values in self.space.items() if len(values) > 1]
-        if not free:
-            return dict(choices)
+        changed = dict(choices)
+        for _attempt in range(_ATTEMPTS if free else 0):
+            changed = self._changed(choices, free, random)
+            if changed != choices:
+                break
+        return changed
+
+    def _changed(self, choices: Choices, free: list[str], random: np.random.Generator) -> Choices:
         count = min(int(random.choice([1, 1, 2, 3])), len(free))
         names = [free[i] for i in random.choice(len(free), size=count, replace=False)]
         wanted = {name: self._other(name, choices[name], random) for name in names}
@@ -74,12 +87,11 @@ class Candidates:
                 result = changed
         return result
 
-    def _near_first_values(self) -> list[Choices]:
-        first = {name: values[0] for name, values in self.space.items()}
+    def _near(self, center: Choices) -> list[Choices]:
         found = {}
         for one, other in combinations(self.space, 2):
             for value, other_value in product(self.space[one], self.space[other]):
-                choices = first | {one: value, other: other_value}
+                choices = center | {one: value, other: other_value}
                 if self.reject(choices) is None:
                     found[tuple(choices.values())] = choices
         return list(found.values())
