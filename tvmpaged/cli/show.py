@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLE = """
 tvmpaged show bundles
 tvmpaged show --records
+tvmpaged show --options
 """
 
 
@@ -27,16 +28,21 @@ def run(
     records: Annotated[
         bool, typer.Option("--records", help="Show the records instead of a bundle.")
     ] = False,
+    options: Annotated[
+        bool, typer.Option("--options", help="Show what each option was worth in the searches.")
+    ] = False,
     work_dir: Annotated[Path, typer.Option(help="Where records lie.")] = Path("tuning_logs"),
     json: JsonFlag = False,
 ) -> ExitCode:
     """Show what a bundle or the records hold: tuned or not, measured on what, stale or not."""
     from tvmpaged import show
 
-    if records and bundle is not None:
-        raise ValueError(f"bundle={str(bundle)!r} and --records: give one of the two")
-    if records and not work_dir.is_dir():
+    if (bundle is not None) + records + options > 1:
+        raise ValueError("give one of a bundle, --records and --options")
+    if (records or options) and not work_dir.is_dir():
         raise FileNotFoundError(f"work-dir={str(work_dir)!r} is no folder")
+    if options:
+        return _options(work_dir, json)
     rows, problems = (show.show_records(work_dir), []) if records else show.show_bundles(bundle)
     if json:
         payload = {"rows": list(map(asdict, rows)), "problems": list(map(asdict, problems))}
@@ -45,6 +51,34 @@ def run(
         _print(rows, problems)
     # A place of the search path may be empty; a bundle that was named must hold.
     return ExitCode.FAILED if problems and bundle is not None else ExitCode.DONE
+
+
+def _options(work_dir: Path, json: bool) -> ExitCode:
+    from tvmpaged.show import SCHEMA_VERSION
+    from tvmpaged.tuning.ablation import NOISE, ablation
+
+    rows = ablation(work_dir)
+    idle = [row.option for row in rows if row.searches and row.never_wins]
+    if json:
+        payload = {"options": list(map(asdict, rows)), "never_win": idle, "noise": NOISE}
+        print_json(payload, SCHEMA_VERSION)
+        return ExitCode.DONE
+    cells = [
+        (
+            row.option,
+            row.searches,
+            f"{row.worth_mean:.1%}",
+            f"{row.worth_most:.1%}",
+            ", ".join(f"{value}: {count}" for value, count in row.winners.items()) or "-",
+            row.most_in or "-",
+        )
+        for row in rows
+    ]
+    columns = ("option", "searches", "worth", "most", "won", "most in")
+    print_table(columns, cells, title=f"searches in {work_dir}")
+    if idle:
+        warn(f"never worth more than the noise of {NOISE:.0%}: {', '.join(idle)}")
+    return ExitCode.DONE
 
 
 def _print(rows: list[Row], problems: list[Problem]) -> None:
