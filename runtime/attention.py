@@ -344,14 +344,14 @@ class PagedAttention:
         )
         self._check_plan(plan)
         k_cache, v_cache = self._check_caches(k_cache, v_cache)
-        if plan.max_block_id >= len(k_cache):
+        if plan.max_block_id >= k_cache.shape[0]:
             raise ValueError(
                 f"plan's block_table names block {plan.max_block_id}, but k_cache has "
-                f"{len(k_cache)} blocks"
+                f"{k_cache.shape[0]} blocks"
             )
         rows = check_rows("q", q, self.num_qo_heads, self.head_dim, self.dtype, stage=True)
-        if len(rows) < plan.num_tokens:
-            raise ValueError(f"q has {len(rows)} tokens, but the plan has {plan.num_tokens}")
+        if rows.shape[0] < plan.num_tokens:
+            raise ValueError(f"q has {rows.shape[0]} tokens, but the plan has {plan.num_tokens}")
         result = self._out(out, rows, plan.num_tokens)
         lse = torch.empty_like(plan.lse) if return_lse else plan.lse
         self._launch(plan, rows, k_cache, v_cache, result, lse, self._scale(sm_scale))
@@ -370,7 +370,11 @@ class PagedAttention:
         lse: torch.Tensor,
         sm_scale: float,
     ) -> None:
-        q, out = q[: plan.num_tokens], out[: plan.num_tokens]
+        # A slice costs a few microseconds, and mostly there is nothing to cut off.
+        q, out = (
+            each if each.shape[0] == plan.num_tokens else each[: plan.num_tokens]
+            for each in (q, out)
+        )
         for phase, (items, offsets) in plan.work.items():
             self._kernels[phase].call(
                 q,
@@ -488,8 +492,9 @@ class PagedAttention:
         inner = self._inner_shape()
         k_cache = check_cache("k_cache", k_cache, inner, self.kv_dtype)
         v_cache = check_cache("v_cache", v_cache, inner, self.kv_dtype)
-        if len(k_cache) != len(v_cache):
-            raise ValueError(f"k_cache has {len(k_cache)} blocks, but v_cache has {len(v_cache)}")
+        num_blocks = k_cache.shape[0], v_cache.shape[0]
+        if num_blocks[0] != num_blocks[1]:
+            raise ValueError(f"k_cache has {num_blocks[0]} blocks, but v_cache has {num_blocks[1]}")
         return k_cache, v_cache
 
     def _out(self, out: Any, q: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -498,8 +503,8 @@ class PagedAttention:
             result[num_tokens:] = 0
             return result
         result = check_rows("out", out, self.num_qo_heads, self.head_dim, self.dtype, stage=False)
-        if len(result) < num_tokens:
-            raise ValueError(f"out has {len(result)} tokens, but the plan has {num_tokens}")
+        if result.shape[0] < num_tokens:
+            raise ValueError(f"out has {result.shape[0]} tokens, but the plan has {num_tokens}")
         return result
 
 
