@@ -20,6 +20,7 @@ from tvmpaged.errors import UserError
 from tvmpaged.records import Latency
 from tvmpaged.tuning import log as trial_log
 from tvmpaged.tuning.device import cpu_caches, rotation_bytes
+from tvmpaged.tuning.finalists import MIN_GAIN
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import open_log, read_runs
 from tvmpaged.tuning.setting import Setting
@@ -189,12 +190,10 @@ def test_with_another_seed_the_log_still_counts(tmp_path: Path) -> None:
     record = work(machine, tmp_path, trials=32, seed=5, resume=True).run()
     assert record.trials == 32
     assert len(machine.measured) - first == 8 + 3
-    assert record.latency_us.median == min(
-        each.median_us
-        for each in read_runs(
-            records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl", search_key()
-        ).trials
-    )
+    log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
+    best = min(each.median_us for each in read_runs(log, search_key()).trials)
+    # Of those that cannot be told apart the simpler one wins.
+    assert best <= record.latency_us.median <= best * (1 + MIN_GAIN)
 
 
 def test_without_resume_the_log_is_left_alone(tmp_path: Path) -> None:
