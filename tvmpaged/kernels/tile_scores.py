@@ -97,6 +97,51 @@ def score_part(t: Tile) -> Callable[..., Any]:
             T.evaluate(t.prefetch(k_cache, block, head, slot + chunk * share + k, line * DEPTH))
 
     @T.inline
+    def multiply(
+        q_tiles,
+        k_cache,
+        k_tile,
+        head,
+        block_of,
+        slot_of,
+        next_block,
+        next_slot,
+        key_tile,
+        column_tile,
+        chunk,
+        k_register,
+        q_register,
+    ):
+        for b in T.unroll(side_columns):
+            T.evaluate(
+                amx.load(
+                    q_register + b,
+                    T.address_of(q_tiles[chunk * SIDE, (column_tile + b) * SIDE]),
+                    t.columns * 4,
+                )
+            )
+        for a in T.unroll(side_keys):
+            T.evaluate(
+                amx.load(
+                    k_register,
+                    address(
+                        k_cache,
+                        k_tile,
+                        block_of[a, 0],
+                        head,
+                        slot_of[a, 0],
+                        (key_tile + a) * SIDE,
+                        chunk * DEPTH,
+                    ),
+                    row_bytes,
+                )
+            )
+            if ahead > 0:
+                ask(k_cache, next_block[a, 0], head, next_slot[a, 0], chunk)
+            for b in T.unroll(side_columns):
+                T.evaluate(amx.dot(regs.score + a * side_columns + b, k_register, q_register + b))
+
+    @T.inline
     def score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, scores):
         for kt in range(key_tiles):
             with T.sblock("key_tiles"):
@@ -124,77 +169,37 @@ def score_part(t: Tile) -> Callable[..., Any]:
                         for i in T.unroll(side_keys * side_columns):
                             T.evaluate(amx.zero(regs.score + i))
                         for chunk in T.unroll(chunks):
-                            for b in T.unroll(side_columns):
-                                T.evaluate(
-                                    amx.load(
-                                        regs.q + b,
-                                        T.address_of(
-                                            q_tiles[chunk * SIDE, (vc * side_columns + b) * SIDE]
-                                        ),
-                                        t.columns * 4,
-                                    )
-                                )
-                            for a in T.unroll(side_keys):
-                                T.evaluate(
-                                    amx.load(
-                                        regs.k,
-                                        address(
-                                            k_cache,
-                                            k_tile,
-                                            block_of[a, 0],
-                                            kv_head,
-                                            slot_of[a, 0],
-                                            (vk * side_keys + a) * SIDE,
-                                            chunk * DEPTH,
-                                        ),
-                                        row_bytes,
-                                    )
-                                )
-                                if ahead > 0:
-                                    ask(k_cache, next_block[a, 0], kv_head, next_slot[a, 0], chunk)
-                                for b in T.unroll(side_columns):
-                                    T.evaluate(
-                                        amx.dot(
-                                            regs.score + a * side_columns + b, regs.k, regs.q + b
-                                        )
-                                    )
+                            multiply(
+                                q_tiles,
+                                k_cache,
+                                k_tile,
+                                kv_head,
+                                block_of,
+                                slot_of,
+                                next_block,
+                                next_slot,
+                                vk * side_keys,
+                                vc * side_columns,
+                                chunk,
+                                regs.k,
+                                regs.q,
+                            )
                         if tail > 0:
-                            for b in T.unroll(side_columns):
-                                T.evaluate(
-                                    amx.load(
-                                        regs.q_tail + b,
-                                        T.address_of(
-                                            q_tiles[chunks * SIDE, (vc * side_columns + b) * SIDE]
-                                        ),
-                                        t.columns * 4,
-                                    )
-                                )
-                            for a in T.unroll(side_keys):
-                                T.evaluate(
-                                    amx.load(
-                                        regs.k_tail,
-                                        address(
-                                            k_cache,
-                                            k_tile,
-                                            block_of[a, 0],
-                                            kv_head,
-                                            slot_of[a, 0],
-                                            (vk * side_keys + a) * SIDE,
-                                            chunks * DEPTH,
-                                        ),
-                                        row_bytes,
-                                    )
-                                )
-                                if ahead > 0:
-                                    ask(k_cache, next_block[a, 0], kv_head, next_slot[a, 0], chunks)
-                                for b in T.unroll(side_columns):
-                                    T.evaluate(
-                                        amx.dot(
-                                            regs.score + a * side_columns + b,
-                                            regs.k_tail,
-                                            regs.q_tail + b,
-                                        )
-                                    )
+                            multiply(
+                                q_tiles,
+                                k_cache,
+                                k_tile,
+                                kv_head,
+                                block_of,
+                                slot_of,
+                                next_block,
+                                next_slot,
+                                vk * side_keys,
+                                vc * side_columns,
+                                chunks,
+                                regs.k_tail,
+                                regs.q_tail,
+                            )
                         for a in T.unroll(side_keys):
                             for b in T.unroll(side_columns):
                                 T.evaluate(

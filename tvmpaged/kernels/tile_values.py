@@ -25,7 +25,7 @@ _ALL = [i for j in range(SIDE) for i in (j, SIDE + j)]
 
 def _pair_rows(t: Tile) -> Callable[..., Any]:
     """Return the program part from two rows of V to one row of pairs."""
-    c, staged = t.cache, not t.tiles_fit
+    c, staged, count = t.cache, not t.tiles_fit, t.cache.spec.head_dim_v // SIDE
 
     def row(
         cache: Any, v_tile: Any, block: Any, head: Any, slot: Any, key: Any, d: Any, n: int
@@ -39,9 +39,7 @@ def _pair_rows(t: Tile) -> Callable[..., Any]:
         return T.Select(T.Broadcast(exists, n), value, T.Broadcast(T.uint16(0), n))
 
     @T.inline
-    def pair_rows(
-        v_cache, v_tile, block, kv_head, slot, key, dim, first, last, pairs, pair, count, whole
-    ):
+    def pair_rows(v_cache, v_tile, block, kv_head, slot, key, first, last, pairs, pair, whole):
         for chunk in T.unroll(count // 2):
             a = T.sblock_alloc_buffer((2, DEPTH), "uint16")
             for i in T.unroll(2):
@@ -53,7 +51,7 @@ def _pair_rows(t: Tile) -> Callable[..., Any]:
                         kv_head,
                         slot + i,
                         key + i,
-                        dim + chunk * DEPTH,
+                        chunk * DEPTH,
                         DEPTH,
                     )
                 else:
@@ -65,7 +63,7 @@ def _pair_rows(t: Tile) -> Callable[..., Any]:
                             kv_head,
                             slot + i,
                             key + i,
-                            dim + chunk * DEPTH,
+                            chunk * DEPTH,
                             DEPTH,
                         ),
                         first + i < last,
@@ -88,7 +86,7 @@ def _pair_rows(t: Tile) -> Callable[..., Any]:
                         kv_head,
                         slot + i,
                         key + i,
-                        dim + count // 2 * DEPTH,
+                        count // 2 * DEPTH,
                         SIDE,
                     ),
                     first + i < last,
@@ -143,12 +141,10 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                             kv_head,
                             slot + 2 * p,
                             key - start + vs * SIDE + 2 * p,
-                            0,
                             first + 2 * p,
                             kv_end,
                             pairs,
                             vs * (SIDE // 2) + p,
-                            count,
                             True,
                         )
                 else:
@@ -160,12 +156,10 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                             kv_head,
                             slot + 2 * p,
                             key - start + vs * SIDE + 2 * p,
-                            0,
                             first + 2 * p,
                             kv_end,
                             pairs,
                             vs * (SIDE // 2) + p,
-                            count,
                             False,
                         )
 
