@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,3 +80,13 @@ def test_generic_kernels_on_random_sizes(
     q_lens = np.minimum(rng.integers(0, 12, 6), rng.choice([1, 12], 6)).tolist()
     case = make_case(rng, attn, q_lens, seq_lens, causal=bool(rng.integers(4)))
     assert_equals_reference(attn, case)
+
+
+@pytest.mark.parametrize("sm_scale", [0.0, -0.5, 3.0])
+def test_sm_scale_is_free(
+    specialised: Attention, rng: np.random.Generator, sm_scale: float
+) -> None:
+    """On the default of bfloat16 too, where tiles take the scale's sign into q."""
+    attn = specialised(8, 128, 16, "bfloat16", layout="HND", bundle_name=SET)
+    case = make_case(rng, attn, [1, 5, 40], [33, 5, 70])
+    assert_equals_reference(attn, replace(case, sm_scale=sm_scale))
