@@ -113,8 +113,9 @@ def read_manifest(
     """
     path = bundle / str(target)
     with trust.open_folder(bundle, target) as folder_fd:
-        # The order matters beside a writer: what it adds or removes stands in the list of changes
-        # before it appears and until the manifest knows it.
+        # The order matters beside writers: what one adds or removes stands in the list of changes
+        # before it appears and until it is gone. Read before the manifest, the list knows what is
+        # added; read after it, what a writer that came since removes.
         names = os.listdir(folder_fd)  # noqa: PTH208, a descriptor
         changing = read_changing(folder_fd, path)
         data = trust.read_file(folder_fd, MANIFEST_NAME, path / MANIFEST_NAME)
@@ -124,6 +125,7 @@ def read_manifest(
         if public_key is not None:
             lines = trust.read_file(folder_fd, SIGNATURE_NAME, path / SIGNATURE_NAME)
             signature.check_signature(public_key, data, lines)
+        changing |= read_changing(folder_fd, path)
         known = {each.file for each in manifest.artifacts} | changing | _OWN_NAMES
         unlisted = [
             name for name in sorted(names) if name not in known and _exists(folder_fd, name)
@@ -143,10 +145,11 @@ def read_changing(folder_fd: int, path: Path) -> set[str]:
     """
     try:
         data = trust.read_file(folder_fd, CHANGING_NAME, path / CHANGING_NAME)
-    except BundleError:
-        if _exists(folder_fd, CHANGING_NAME):
-            raise
-        return set()
+    except BundleError as error:
+        # By the cause, and not by another look: the next writer may have made one since.
+        if isinstance(error.__cause__, FileNotFoundError):
+            return set()
+        raise
     return set(data.decode(errors="replace").splitlines())
 
 
