@@ -87,6 +87,32 @@ def test_times_of_different_moments_compare(tmp_path: Path) -> None:
         assert each.median_us == pytest.approx(known_us(each.choices), rel=1e-3)
 
 
+class LuckyMachine(FakeMachine):
+    """Sees every third candidate at half its time, the first time it is asked."""
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        before = len(self.measured)
+        answer = super().measure(spec, workload, merge, candidates, **options)
+        if before and before < len(self.measured) and before % 3 == 0:
+            sample = answer.reply["samples"][-1]
+            sample["times_us"] = [us / 2 for us in sample["times_us"]]
+            sample["speedup"] *= 2
+        return answer
+
+
+def test_a_leader_by_luck_is_found_out_at_once(tmp_path: Path) -> None:
+    machine = LuckyMachine(tmp_path)
+    work(machine, tmp_path, trials=16).run()
+    log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
+    (found,) = read_searches(log)
+    lucky = [found.trials[key] for key in machine.measured[3:16:3]]
+    assert len(lucky) == 5
+    for each in lucky:
+        assert each.median_us == pytest.approx(known_us(each.choices), rel=1e-3)
+
+
 @pytest.mark.parametrize(("left", "size"), [(100.0, 8), (5.5, 5), (0.5, 0), (-1.0, 0)])
 def test_a_batch_ends_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, left: float, size: int

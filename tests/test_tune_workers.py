@@ -417,17 +417,45 @@ def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
     assert timing._speedup(rounds + quiet, 1) == 1.25
 
 
-def test_a_hopeless_candidate_is_let_go_after_the_least_repeats() -> None:
+def test_who_cannot_lead_is_let_go_at_once_and_who_may_is_timed_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quiet machine is a matter of luck, so the clock is not asked."""
+    random = np.random.default_rng(0)
+
+    def rounds_of(mean_us: float, leading_speedup: float) -> int:
+        means = {first: 100.0, second: mean_us}
+        count[0] = 0
+
+        def taken(call: Any, queue: timing.RunQueue) -> timing.Taken:
+            count[0] += 1
+            return timing.Taken(means[call] * random.normal(1, 0.03), True, 0.0)
+
+        monkeypatch.setattr(timing, "timed_once", taken)
+        timing.measure(
+            [first, second],
+            min_seconds=60.0,
+            max_seconds=60.0,
+            max_repeats=100,
+            leading_speedup=leading_speedup,
+        )
+        return count[0] // 2
+
+    def first() -> None: ...
+    def second() -> None: ...
+
     count = [0]
+    assert rounds_of(200, leading_speedup=1.0) == timing.MIN_REPEATS
+    assert timing.MIN_REPEATS < rounds_of(105, leading_speedup=1.0) < 100
+    assert [rounds_of(mean, leading_speedup=1.0) for mean in (100, 98, 90)] == [100, 100, 100]
 
-    def slow() -> None:
-        count[0] += 1
-        time.sleep(0.004)
 
-    calls = [lambda: time.sleep(0.001), slow]
-    (_, samples) = timing.measure(calls, min_seconds=5.0, max_seconds=5.0, hopeless_speedup=0.7)
-    assert count[0] == 1 + timing.MIN_REPEATS
-    assert samples.speedup < 0.7
+def test_on_a_busy_machine_only_the_hopeless_are_let_go() -> None:
+    def rounds(slower: float) -> list[list[timing.Taken]]:
+        return [[timing.Taken(100, False, 1), timing.Taken(100 * slower, False, 1)]] * 9
+
+    assert timing.highest_speedup(rounds(1.4)) > 1.0
+    assert timing.highest_speedup(rounds(1.6)) < 1.0
 
 
 def test_waiting_for_a_core_is_seen() -> None:

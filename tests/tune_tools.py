@@ -71,8 +71,10 @@ class FakeMachine:
     ) -> Answer:
         if self.stop:
             return Answer({}, "interrupted", "interrupted")
-        # Candidates come with the default as their yardstick.
-        self.measured += [choices_key(each) for each in candidates[1:] or candidates]
+        # Candidates come with the default as their yardstick; a new leader comes again at once.
+        keys = [choices_key(each) for each in candidates[1:] or candidates]
+        if keys != self.measured[-1:] or options.get("phase") == "finalists":
+            self.measured += keys
         for each in candidates:
             answer = self.fate(each)
             if answer is not None:

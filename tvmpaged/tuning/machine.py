@@ -25,7 +25,8 @@ COMPILE_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 60.0
 #: Of an error's text; a compiler's may run to pages.
 _MAX_DETAIL = 500
-MIN_SECONDS = 0.12
+#: For one candidate's times, as long as it may lead.
+MIN_SECONDS = 0.5
 MAX_SECONDS = 1.0
 
 
@@ -91,7 +92,7 @@ class Machine:
         seed: int,
         min_seconds: float = MIN_SECONDS,
         max_seconds: float = MAX_SECONDS,
-        hopeless_speedup: float = 0.0,
+        leading_speedup: float = 0.0,
         phase: str = "search",
     ) -> Answer:
         """Check candidates and time them in turns."""
@@ -100,7 +101,7 @@ class Machine:
             "rotation_bytes": rotation_bytes,
             "min_seconds": min_seconds,
             "max_seconds": max_seconds,
-            "hopeless_speedup": hopeless_speedup,
+            "leading_speedup": leading_speedup,
         }
         timeout_s = MEASURE_TIMEOUT_S + max_seconds * len(candidates)
         return self._ask(phase, spec, candidates, request, timeout_s)

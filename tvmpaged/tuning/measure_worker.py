@@ -73,7 +73,7 @@ def measure_candidates(request: dict[str, Any]) -> dict[str, Any]:
         calls,
         min_seconds=request["min_seconds"],
         max_seconds=request["max_seconds"],
-        hopeless_speedup=request["hopeless_speedup"],
+        leading_speedup=request["leading_speedup"],
     )
     return {"samples": [asdict(each) for each in samples], "checks": checks}
 

@@ -6,6 +6,7 @@ is set aside: what it took says nothing about the kernel. Several contenders are
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -18,6 +19,8 @@ import numpy as np
 MIN_REPEATS = 5
 #: Waiting for a core, as a share of a call's time, above which a call is set aside.
 MAX_WAITING = 0.03
+#: A candidate that is slower than the best by more than this factor never wins.
+HOPELESS = 1.5
 #: Waking a sleeping thread always takes a little.
 _WAKING_NS = 20_000
 
@@ -93,7 +96,7 @@ def measure(
     min_seconds: float,
     max_seconds: float,
     max_repeats: int = 200,
-    hopeless_speedup: float = 0.0,
+    leading_speedup: float = 0.0,
 ) -> list[Samples]:
     """Time contenders in turns, the order rotated from round to round.
 
@@ -106,9 +109,10 @@ def measure(
         rounds are always done).
     max_repeats : int
         Undisturbed calls that are enough in any case.
-    hopeless_speedup : float
-        Of two contenders the second is let go after `MIN_REPEATS` rounds when it is no faster than
-        the first by this factor.
+    leading_speedup : float
+        Of two contenders the second is let go as soon as it is surely no faster than the first by
+        this factor. What may lead is so timed the longest: of many short times the best is a lucky
+        one.
     """
     for call in calls:
         call()  # pages, caches, branch predictors, and the pool's threads
@@ -122,7 +126,7 @@ def measure(
             if len(rounds) < MIN_REPEATS:
                 continue
             clean = sum(1 for each in rounds if _clean(each))
-            lost = len(calls) == 2 and _speedup(rounds, 1) < hopeless_speedup
+            lost = len(calls) == 2 and highest_speedup(rounds) < leading_speedup
             enough = clean >= MIN_REPEATS and seconds >= min_seconds
             if lost or enough or clean >= max_repeats or seconds >= max_seconds:
                 break
@@ -171,6 +175,19 @@ def _undisturbed(rounds: list[list[Taken]]) -> list[list[Taken]]:
         return clean
     count = max(MIN_REPEATS, len(rounds) // 4)
     return sorted(rounds, key=lambda each: sum(one.waiting for one in each))[:count]
+
+
+def highest_speedup(rounds: list[list[Taken]]) -> float:
+    """Return a speedup that the second of two contenders surely does not reach.
+
+    Three standard errors above the median (1.2533 of the mean's each), and a hundredth, for few
+    rounds may agree by chance. Disturbed rounds rule out only what is `HOPELESS`.
+    """
+    ratios = [each[0].us / each[1].us for each in rounds if _clean(each)]
+    if len(ratios) < MIN_REPEATS:
+        return HOPELESS * _speedup(rounds, 1)
+    error = 1.2533 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return 1.01 * statistics.median(ratios) + 3 * error
 
 
 def _speedup(rounds: list[list[Taken]], which: int) -> float:
