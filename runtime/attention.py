@@ -15,7 +15,7 @@ from tvmpaged.planning.step import check_step
 from tvmpaged.runtime.attention_kernels import attention_specs, check_count, load_kernels
 from tvmpaged.runtime.indices import check_copies, check_slots
 from tvmpaged.runtime.plan import PHASES, Plan, make_plan
-from tvmpaged.runtime.tensors import check_cache, check_rows, zero_pages
+from tvmpaged.runtime.tensors import check_cache, check_rows, is_plain, zero_pages
 
 #: What a process can address on x86-64 without five-level paging.
 ADDRESS_SPACE_BYTES = 2**47
@@ -90,7 +90,11 @@ class PagedAttention:
         self.kv_dtype = getattr(torch, specs["decode"].kv_dtype)
         self.kv_layout = specs["decode"].layout
         self.batch_invariant = batch_invariant
+        self._inner_shape = (self.num_kv_heads, self.block_size, self.head_dim)
+        if self.kv_layout == "NHD":
+            self._inner_shape = (self.block_size, self.num_kv_heads, self.head_dim)
         self._kernels = load_kernels(specs, bundle, strict, allow_reference)
+        self._checks_arguments = all(k.kind != "reference" for k in self._kernels.values())
         self._num_workers = num_threads()
         self._last_plan: Callable[[], Plan | None] = lambda: None
         self._signature = (
@@ -150,12 +154,7 @@ class PagedAttention:
 
     def cache_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
         """Return the shape of one layer's K (or V) cache."""
-        return (num_blocks, *self._inner_shape())
-
-    def _inner_shape(self) -> tuple[int, int, int]:
-        if self.kv_layout == "NHD":
-            return self.block_size, self.num_kv_heads, self.head_dim
-        return self.num_kv_heads, self.block_size, self.head_dim
+        return (num_blocks, *self._inner_shape)
 
     def new_cache(self, num_blocks: int, num_layers: int | None = None) -> tuple[Any, Any]:
         """Return zeroed caches, aligned, whose memory costs nothing until it is touched.
@@ -335,14 +334,64 @@ class PagedAttention:
         ValueError, TypeError
             Naming the argument, its value and what is allowed.
         """
-        _refuse(
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        if not (logits_soft_cap is alibi_slopes is sinks is k_scale is v_scale is None):
+            _refuse(
+                logits_soft_cap=logits_soft_cap,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
         self._check_plan(plan)
+        scale = self._scale(sm_scale)
+        lse = torch.empty_like(plan.lse) if return_lse else plan.lse
+        result: Any = self._run_plain(plan, q, k_cache, v_cache, out, lse, scale)
+        if result is None:
+            result = self._run_checked(plan, q, k_cache, v_cache, out, lse, scale)
+        if out is not None:
+            result = out
+        elif isinstance(q, np.ndarray):
+            result = result.numpy()
+        if not return_lse:
+            return result
+        return result, lse.numpy() if isinstance(q, np.ndarray) else lse
+
+    def _run_plain(
+        self, plan: Plan, q: Any, k_cache: Any, v_cache: Any, out: Any, lse: Any, sm_scale: float
+    ) -> torch.Tensor | None:
+        """Run on what the kernels can check; None, with nothing done, when it takes a closer look.
+
+        The checks by name of all that may be passed take as long as a small kernel.
+        """
+        tensors = (q, k_cache, v_cache) if out is None else (q, k_cache, v_cache, out)
+        for each in tensors:
+            if not is_plain(each):
+                return None
+        # The generic artifacts take any sizes, and none knows how many kv heads the plan names.
+        if (
+            not self._checks_arguments
+            or not plan.work
+            or q.shape != (plan.num_tokens, self.num_qo_heads, self.head_dim)
+            or k_cache.shape[1:] != self._inner_shape
+            or k_cache.shape[0] <= plan.max_block_id
+            or v_cache.shape != k_cache.shape
+        ):
+            return None
+        result = torch.empty_like(q) if out is None else out
+        try:
+            self._launch(plan, q, k_cache, v_cache, result, lse, sm_scale)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # the last: torch has no such dtype to pass on
+            return None
+        return result
+
+    def _run_checked(
+        self, plan: Plan, q: Any, k_cache: Any, v_cache: Any, out: Any, lse: Any, sm_scale: float
+    ) -> torch.Tensor:
+        """Check every argument by name, make copies where they help, and run."""
         k_cache, v_cache = self._check_caches(k_cache, v_cache)
         if plan.max_block_id >= k_cache.shape[0]:
             raise ValueError(
@@ -353,12 +402,16 @@ class PagedAttention:
         if rows.shape[0] < plan.num_tokens:
             raise ValueError(f"q has {rows.shape[0]} tokens, but the plan has {plan.num_tokens}")
         result = self._out(out, rows, plan.num_tokens)
-        lse = torch.empty_like(plan.lse) if return_lse else plan.lse
-        self._launch(plan, rows, k_cache, v_cache, result, lse, self._scale(sm_scale))
-        returned = (result.numpy() if isinstance(q, np.ndarray) else result) if out is None else out
-        if not return_lse:
-            return returned
-        return returned, lse.numpy() if isinstance(q, np.ndarray) else lse
+        self._launch(
+            plan,
+            rows[: plan.num_tokens],
+            k_cache,
+            v_cache,
+            result[: plan.num_tokens],
+            lse,
+            sm_scale,
+        )
+        return result
 
     def _launch(
         self,
@@ -370,11 +423,6 @@ class PagedAttention:
         lse: torch.Tensor,
         sm_scale: float,
     ) -> None:
-        # A slice costs a few microseconds, and mostly there is nothing to cut off.
-        q, out = (
-            each if each.shape[0] == plan.num_tokens else each[: plan.num_tokens]
-            for each in (q, out)
-        )
         for phase, (items, offsets) in plan.work.items():
             self._kernels[phase].call(
                 q,
@@ -489,9 +537,8 @@ class PagedAttention:
             raise ValueError("plan's memory was given to a later one (into=); plan the step anew")
 
     def _check_caches(self, k_cache: Any, v_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        inner = self._inner_shape()
-        k_cache = check_cache("k_cache", k_cache, inner, self.kv_dtype)
-        v_cache = check_cache("v_cache", v_cache, inner, self.kv_dtype)
+        k_cache = check_cache("k_cache", k_cache, self._inner_shape, self.kv_dtype)
+        v_cache = check_cache("v_cache", v_cache, self._inner_shape, self.kv_dtype)
         num_blocks = k_cache.shape[0], v_cache.shape[0]
         if num_blocks[0] != num_blocks[1]:
             raise ValueError(f"k_cache has {num_blocks[0]} blocks, but v_cache has {num_blocks[1]}")

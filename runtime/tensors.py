@@ -52,6 +52,24 @@ def _passed(description: tuple[Any, ...] | None) -> None:
         _PASSED.add(description)
 
 
+def is_plain(value: Any) -> bool:
+    """Tell whether a kernel's own checks of an argument are enough.
+
+    A kernel sees the dtype, device, shape, strides, and an address that is missing. What it takes
+    on trust is looked at here: alignment, a lazily negated view, elements that share memory, and
+    memory that does not reach to the last element.
+    """
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not value.data_ptr() % ALIGNMENT_BYTES
+        and not value.is_neg()
+        and value.nbytes + value.storage_offset() * value.itemsize
+        <= value.untyped_storage().nbytes()
+    )
+
+
 def as_tensor(name: str, value: Any) -> torch.Tensor:
     """Return a torch tensor over the same memory.
 

@@ -1,4 +1,4 @@
-"""Tensors like those that passed before are taken without the long checks, and no others."""
+"""Plain tensors, and those like others that passed, are taken without the long checks."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,10 @@ from tvmpaged.runtime import tensors
 def called(generic: Callable[..., PagedAttention], rng: np.random.Generator) -> tuple:
     attn = generic(3, 64, 16, "float32")
     case = make_case(rng, attn, [1, 2], [20, 7])
-    q, k, v = case.q.clone(), case.k_cache, case.v_cache
+    # A view of a fused projection: the kernel takes its strides, but it is no plain tensor.
+    fused = torch.zeros(len(case.q), 2 * attn.num_qo_heads, 64)
+    q, k, v = fused[:, : attn.num_qo_heads], case.k_cache, case.v_cache
+    q.copy_(case.q)
     plan = attn.plan(case.query_start_loc, case.seq_lens, case.block_table)
     out = attn.run(plan, q, k, v)
     assert tensors._description(q, attn.num_qo_heads, 64, torch.float32, True) in tensors._PASSED
@@ -45,5 +48,44 @@ def test_what_is_remembered_is_bounded(called: tuple, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tensors, "_MOST_PASSED", 3)
     attn, plan, q, k, v, _ = called
     for extra in range(8):
-        attn.run(plan, torch.cat([q, q.new_zeros(extra, *q.shape[1:])]), k, v)
+        longer = torch.zeros(len(q) + extra, 2 * q.shape[1], 64)[:, : q.shape[1]]
+        attn.run(plan, longer, k, v)
     assert len(tensors._PASSED) <= 3
+
+
+def test_plain_tensors_are_taken_as_they_are(
+    called: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn, plan, q, k, v, out = called
+    monkeypatch.setattr(attn, "_run_checked", None)
+    found = torch.empty(q.shape)
+    assert attn.run(plan, q.contiguous(), k, v, out=found) is found
+    assert torch.equal(found, out)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
+def test_what_a_kernel_would_take_on_trust_is_not_plain(called: tuple, name: str) -> None:
+    """Each of these is contiguous, or has the right shape, and reads wrong or ends the process."""
+    attn, plan, q, k, v, _ = called
+    arguments = {"q": q.contiguous(), "k_cache": k, "v_cache": v, "out": torch.empty(q.shape)}
+    plain = arguments[name]
+    assert tensors.is_plain(plain)
+    memory = torch.zeros(plain.numel() + 1)
+    short = torch.zeros(plain.shape)
+    short.untyped_storage().resize_(plain.nbytes - 4)
+    for odd in (
+        memory[1:].view(plain.shape),
+        torch._neg_view(plain),
+        plain[:1, :1].expand(plain.shape),
+        plain.to_sparse(),
+        plain.numpy(),
+        torch.nn.Parameter(plain),
+        short,
+    ):
+        assert not tensors.is_plain(odd)
+    with pytest.raises(ValueError, match=rf"{name} has shape .* its memory was given back"):
+        attn.run(plan, **(arguments | {name: short}))
+    with pytest.raises(TypeError, match=rf"{name} has dtype torch.float64"):
+        attn.run(plan, **(arguments | {name: plain.double()}))
+    with pytest.raises(ValueError, match=rf"{name} has shape"):
+        attn.run(plan, **(arguments | {name: plain[:, :1].contiguous()}))
