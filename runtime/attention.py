@@ -380,11 +380,8 @@ class PagedAttention:
         result = torch.empty_like(q) if out is None else out
         try:
             self._launch(plan, q, k_cache, v_cache, result, lse, sm_scale)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # the last: torch has no such dtype to pass on
+        # The last kind is torch's, of dtypes and devices that it cannot pass on.
+        except (TypeError, ValueError, RuntimeError):
             return None
         return result
 
