@@ -12,6 +12,7 @@ from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.schedules.rules import (
     IDLE,
     SCRATCH_BYTES,
+    TILE_SCRATCH_BYTES,
     Choices,
     has_amx,
     has_avx512,
@@ -76,13 +77,16 @@ def _default_tiles(spec: AttentionSpec) -> Choices:
     decode = spec.kernel == "decode"
     few_rows = decode and spec.group_size < SIDE
     step = "rows" if few_rows else "columns"
+    # The softmax between the products reads scores from the first-level cache while a head is
+    # small; a larger one gains more by rows that share K and V.
+    rows, keys = (64, 32) if spec.head_dim <= 64 else (128, 128)
     choices: Choices = IDLE["amx", step] | {
         "step": step,
         "isa": "amx",
         "lanes": SIDE,
         "row_tile": spec.group_size,
-        "keys_per_step": 64 if decode else 128,
-        "weigh_keys": DEPTH if decode else 128,
+        "keys_per_step": 64 if decode else keys,
+        "weigh_keys": DEPTH if decode else keys,
         "split_length": 512 if decode else 1024,
         "prefetch_keys": DEPTH if decode else 0,
         "prefetch_level": 2 if decode else 1,
@@ -90,9 +94,10 @@ def _default_tiles(spec: AttentionSpec) -> Choices:
         "weigh_vectors": min(2, spec.head_dim_v // SIDE),
     }
     if not few_rows:
-        rows = -(-spec.group_size // SIDE) * SIDE if decode else 64
-        choices["row_tile"] = min(64, rows)
-        while tile_scratch_bytes(spec, choices) > SCRATCH_BYTES:
+        if decode:
+            rows = min(64, -(-spec.group_size // SIDE) * SIDE)
+        choices["row_tile"] = rows
+        while tile_scratch_bytes(spec, choices) > TILE_SCRATCH_BYTES:
             choices["row_tile"] -= SIDE
         tiles = choices["row_tile"] // SIDE
         # The tail of a head_dim takes tile registers of its own.

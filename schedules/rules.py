@@ -32,6 +32,8 @@ IDLE = {
 #: Bytes of one core's second-level cache that a tile's scratch may fill (all of the
 #: least L2 that a CPU with AVX2 has, Haswell's 256 KiB; a quarter or less of a current one's).
 SCRATCH_BYTES = 256 * 1024
+#: The same where there is AMX: a quarter of the least L2 of such a CPU, Sapphire Rapids' 2 MiB.
+TILE_SCRATCH_BYTES = 512 * 1024
 
 
 def has_avx512(target: TargetKey) -> bool:
@@ -165,8 +167,8 @@ def _reject_tiles(spec: AttentionSpec, target: TargetKey, choices: Choices) -> s
     if not registers.fits:
         return f"{len(registers.shapes)} tile registers needed of {NUM_REGISTERS}"
     scratch = tile_scratch_bytes(spec, choices)
-    if scratch > SCRATCH_BYTES:
-        return f"the tile's scratch of {scratch} bytes is over {SCRATCH_BYTES}"
+    if scratch > TILE_SCRATCH_BYTES:
+        return f"the tile's scratch of {scratch} bytes is over {TILE_SCRATCH_BYTES}"
     return None
 
 
