@@ -297,6 +297,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                             kv_head,
                                             key,
                                             kv_end,
+                                            T.max(kv_end, visible),
                                             limit,
                                             sm_scale,
                                             row_max,

@@ -171,6 +171,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         kv_head,
         key,
         kv_end,
+        reach,
         limit,
         sm_scale,
         row_max,

@@ -47,14 +47,16 @@ def _prefetch(t: Tile) -> Callable[..., Any]:
     locate = _locate(t)
 
     @T.inline
-    def prefetch(cache, dim, block_table, seq, kv_head, first, kv_end):
+    def prefetch(cache, dim, block_table, seq, kv_head, later, reach):
         block_of = T.sblock_alloc_buffer((t.lanes,), "int64")
         slot_of = T.sblock_alloc_buffer((t.lanes,), "int32")
-        locate(block_table, seq, first, kv_end, block_of, slot_of)
+        head: T.let[T.int32] = t.ahead(kv_head, later, reach)[0]
+        first: T.let[T.int32] = t.ahead(kv_head, later, reach)[1]
+        locate(block_table, seq, first, reach, block_of, slot_of)
         for k, line in T.grid(t.lanes, T.ceildiv(dim, t.line)):
             T.evaluate(
                 t.prefetch(
-                    cache, t.block_at(block_of, k), kv_head, t.slot_at(slot_of, k), line * t.line
+                    cache, t.block_at(block_of, k), head, t.slot_at(slot_of, k), line * t.line
                 )
             )
 
@@ -68,7 +70,7 @@ def _score(t: Tile) -> Callable[..., Any]:
     fold, locate, prefetch = fold_rows(_add, lanes), _locate(t), _prefetch(t)
 
     @T.inline
-    def score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, scores):
+    def score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, reach, scores):
         for group in range(groups):
             with T.sblock("key_group"):
                 g = T.axis.opaque(groups, group)
@@ -87,7 +89,7 @@ def _score(t: Tile) -> Callable[..., Any]:
                         seq,
                         kv_head,
                         first + t.prefetch_keys,
-                        kv_end,
+                        reach,
                     )
                 for r, k in T.grid(rows, lanes):
                     for x in T.vectorized(lanes):
@@ -183,7 +185,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
     locate, prefetch = _locate(t), _prefetch(t)
 
     @T.inline
-    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, acc):
+    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc):
         for r, do in T.grid(rows, t.vectors_v):
             for x in T.vectorized(lanes):
                 with T.sblock("rescale_acc"):
@@ -207,7 +209,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
                         seq,
                         kv_head,
                         first + t.prefetch_keys,
-                        kv_end,
+                        reach,
                     )
                 for r, do, k in T.grid(rows, t.vectors_v, T.min(lanes, kv_end - first)):
                     for x in T.vectorized(lanes):
@@ -244,6 +246,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         kv_head,
         key,
         kv_end,
+        reach,
         limit,
         sm_scale,
         row_max,
@@ -253,8 +256,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         scores = T.sblock_alloc_buffer((rows, keys), "float32")
         probs = T.sblock_alloc_buffer((rows, keys), "float32")
         rescale = T.sblock_alloc_buffer((rows,), "float32")
-        score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, scores)
+        score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, reach, scores)
         probabilities(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
-        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, acc)
+        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc)
 
     return step

@@ -61,6 +61,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         kv_head,
         key,
         kv_end,
+        reach,
         limit,
         sm_scale,
         row_max,
@@ -74,11 +75,23 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         if staged:
             stage(k_cache, dim, block_table, seq, kv_head, key, kv_end, k_tile)
             stage(v_cache, dim_v, block_table, seq, kv_head, key, kv_end, v_tile)
-        score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, scores)
+        score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, reach, scores)
         if few:
             probs = T.sblock_alloc_buffer((t.rows, keys), "uint16")
             softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
-            weigh(probs, rescale, v_cache, v_tile, block_table, seq, kv_head, key, kv_end, acc)
+            weigh(
+                probs,
+                rescale,
+                v_cache,
+                v_tile,
+                block_table,
+                seq,
+                kv_head,
+                key,
+                kv_end,
+                reach,
+                acc,
+            )
         else:
             pairs = T.sblock_alloc_buffer((t.rows, keys // 2), "uint32")
             softmax(
@@ -91,6 +104,18 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 row_sum,
                 rescale,
             )
-            weigh(pairs, rescale, v_cache, v_tile, block_table, seq, kv_head, key, kv_end, acc)
+            weigh(
+                pairs,
+                rescale,
+                v_cache,
+                v_tile,
+                block_table,
+                seq,
+                kv_head,
+                key,
+                kv_end,
+                reach,
+                acc,
+            )
 
     return step

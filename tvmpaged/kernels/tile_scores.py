@@ -104,6 +104,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
         head,
         block_of,
         slot_of,
+        next_head,
         next_block,
         next_slot,
         key_tile,
@@ -137,12 +138,12 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 )
             )
             if ahead > 0:
-                ask(k_cache, next_block[a, 0], head, next_slot[a, 0], chunk)
+                ask(k_cache, next_block[a, 0], next_head[a, 0], next_slot[a, 0], chunk)
             for b in T.unroll(side_columns):
                 T.evaluate(amx.dot(regs.score + a * side_columns + b, k_register, q_register + b))
 
     @T.inline
-    def score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, scores):
+    def score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, reach, scores):
         for kt in range(key_tiles):
             with T.sblock("key_tiles"):
                 vk = T.axis.opaque(key_tiles, kt)
@@ -154,13 +155,16 @@ def score_part(t: Tile) -> Callable[..., Any]:
                     at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
                     block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
                     slot_of[a, 0] = T.truncmod(at, c.block_size)
+                next_head = T.sblock_alloc_buffer((side_keys, 1), "int32")
                 next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
                 next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
                 if ahead > 0:
                     for a in T.unroll(side_keys):
                         later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_block[a, 0] = c.block(block_table, seq, T.min(later, kv_end - 1))
-                        next_slot[a, 0] = T.truncmod(later, c.block_size)
+                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach)[1]
+                        next_head[a, 0] = t.ahead(kv_head, later, reach)[0]
+                        next_block[a, 0] = c.block(block_table, seq, next_key)
+                        next_slot[a, 0] = T.truncmod(next_key, c.block_size)
                 for ct in range(column_tiles):
                     with T.sblock("score_tiles"):
                         vc = T.axis.opaque(column_tiles, ct)
@@ -176,6 +180,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                                 kv_head,
                                 block_of,
                                 slot_of,
+                                next_head,
                                 next_block,
                                 next_slot,
                                 vk * side_keys,
@@ -192,6 +197,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                                 kv_head,
                                 block_of,
                                 slot_of,
+                                next_head,
                                 next_block,
                                 next_slot,
                                 vk * side_keys,

@@ -107,7 +107,7 @@ def _interleave(t: Tile) -> Callable[..., Any]:
     lines = (count + 1) // 2
 
     @T.inline
-    def interleave(v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, pairs):
+    def interleave(v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, reach, pairs):
         # Only keys that exist are read, and the odd ones of the last tile count as 0: 0 times the
         # NaN of an unused slot would be NaN.
         for run in range(T.ceildiv(T.min(keys, kv_end - key), DEPTH) * 2):
@@ -118,9 +118,10 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                 first: T.let[T.int32] = key + vs * SIDE
                 block: T.let[T.int64] = c.block(block_table, seq, T.min(first, kv_end - 1))
                 slot: T.let[T.int32] = T.truncmod(first, c.block_size)
-                later: T.let[T.int32] = first + ahead
-                next_block: T.let[T.int64] = c.block(block_table, seq, T.min(later, kv_end - 1))
-                next_slot: T.let[T.int32] = T.truncmod(later, c.block_size)
+                next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach)[0]
+                next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach)[1]
+                next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
+                next_slot: T.let[T.int32] = T.truncmod(next_key, c.block_size)
                 if first + SIDE <= kv_end:
                     for p in T.unroll(SIDE // 2):
                         if ahead > 0:
@@ -129,7 +130,7 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                                     t.prefetch(
                                         v_cache,
                                         next_block,
-                                        kv_head,
+                                        next_head,
                                         next_slot + 2 * p + i,
                                         line * DEPTH,
                                     )
@@ -233,7 +234,9 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
     interleave, multiply, last = _interleave(t), _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
-    def weigh(probs, rescale, v_cache, v_tile, block_table, seq, kv_head, start, kv_end, acc):
+    def weigh(
+        probs, rescale, v_cache, v_tile, block_table, seq, kv_head, start, kv_end, reach, acc
+    ):
         for r, do in T.grid(t.rows, dim // SIDE):
             for x in T.vectorized(SIDE):
                 with T.sblock("rescale_acc"):
@@ -246,7 +249,9 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
                 T.writes()
                 key: T.let[T.int32] = start + vc * keys
                 pairs = T.sblock_alloc_buffer((keys // 2, dim * 2), "uint16")
-                interleave(v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, pairs)
+                interleave(
+                    v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, reach, pairs
+                )
                 for d in range(parts):
                     with T.sblock("dims"):
                         vd = T.axis.opaque(parts, d)
