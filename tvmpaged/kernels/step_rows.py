@@ -50,8 +50,8 @@ def _prefetch(t: Tile) -> Callable[..., Any]:
     def prefetch(cache, dim, block_table, seq, kv_head, later, reach):
         block_of = T.sblock_alloc_buffer((t.lanes,), "int64")
         slot_of = T.sblock_alloc_buffer((t.lanes,), "int32")
-        head: T.let[T.int32] = t.ahead(kv_head, later, reach)[0]
-        first: T.let[T.int32] = t.ahead(kv_head, later, reach)[1]
+        head: T.let[T.int32] = t.ahead(kv_head, later, reach, t.lanes)[0]
+        first: T.let[T.int32] = t.ahead(kv_head, later, reach, t.lanes)[1]
         locate(block_table, seq, first, reach, block_of, slot_of)
         for k, line in T.grid(t.lanes, T.ceildiv(dim, t.line)):
             T.evaluate(

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import Tile
-from tvmpaged.kernels.tile_registers import SIDE
+from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.kernels.tile_scores import score_part
 from tvmpaged.kernels.tile_softmax import softmax_columns, softmax_rows
 from tvmpaged.kernels.tile_values import weigh_part
@@ -21,23 +21,57 @@ _TINY = 1.2e-38
 
 def _stage(t: Tile) -> Callable[..., Any]:
     """Return the program part that copies keys of blocks that no tile fits into scratch."""
-    c = t.cache
+    c, size = t.cache, t.cache.spec.block_size
+    ahead = -(-t.prefetch_keys // size) * size  # whole blocks
 
     @T.inline
-    def stage(cache, dim, block_table, seq, kv_head, key, kv_end, target):
-        for k in range(t.keys):
+    def ask(cache, dim, block, head, slot):
+        for line in T.unroll(-(-dim // DEPTH)):
+            T.evaluate(t.prefetch(cache, block, head, slot, line * DEPTH))
+
+    @T.inline
+    def copy(cache, dim, block, head, slot, target, key):
+        for do in T.unroll(dim // DEPTH):
+            target[key, T.Ramp(do * DEPTH, 1, DEPTH)] = tirx.reinterpret(
+                f"uint16x{DEPTH}", c.at(cache, block, head, slot, T.Ramp(do * DEPTH, 1, DEPTH))
+            )
+        if dim % DEPTH > 0:
+            target[key, T.Ramp(dim - SIDE, 1, SIDE)] = tirx.reinterpret(
+                f"uint16x{SIDE}", c.at(cache, block, head, slot, T.Ramp(dim - SIDE, 1, SIDE))
+            )
+
+    @T.inline
+    def stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile, v_tile):
+        # Block by block: the keys of one stand in line.
+        for b in range(
+            T.truncdiv(T.min(key + t.keys, kv_end) - 1, size) - T.truncdiv(key, size) + 1
+        ):
             with T.sblock("stage"):
-                vk = T.axis.opaque(t.keys, k)
+                vb = T.axis.opaque(
+                    T.truncdiv(T.min(key + t.keys, kv_end) - 1, size) - T.truncdiv(key, size) + 1, b
+                )
                 T.reads()
                 T.writes()
-                at: T.let[T.int32] = T.min(key + vk, kv_end - 1)
+                at: T.let[T.int32] = (T.truncdiv(key, size) + vb) * size
                 block: T.let[T.int64] = c.block(block_table, seq, at)
-                slot: T.let[T.int32] = T.truncmod(at, c.block_size)
-                for do in range(dim // SIDE):
-                    for x in T.vectorized(SIDE):
-                        target[vk, do * SIDE + x] = tirx.reinterpret(
-                            "uint16", c.at(cache, block, kv_head, slot, do * SIDE + x)
-                        )
+                begin: T.let[T.int32] = T.max(key - at, 0)
+                end: T.let[T.int32] = T.min(size, T.min(key + t.keys, kv_end) - at)
+                if ahead > 0:
+                    next_head: T.let[T.int32] = t.ahead(kv_head, at + ahead, reach, 1)[0]
+                    next_key: T.let[T.int32] = t.ahead(kv_head, at + ahead, reach, 1)[1]
+                    next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
+                    for k in range(end - begin):
+                        ask(k_cache, c.spec.head_dim, next_block, next_head, begin + k)
+                        ask(v_cache, c.spec.head_dim_v, next_block, next_head, begin + k)
+                for k in range(end - begin):
+                    with T.sblock("stage_key"):
+                        vk = T.axis.opaque(end - begin, k)
+                        T.reads()
+                        T.writes()
+                        slot: T.let[T.int32] = begin + vk
+                        to: T.let[T.int32] = at + slot - key
+                        copy(k_cache, c.spec.head_dim, block, kv_head, slot, k_tile, to)
+                        copy(v_cache, c.spec.head_dim_v, block, kv_head, slot, v_tile, to)
 
     return stage
 
@@ -73,8 +107,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         scores = T.sblock_alloc_buffer((keys, t.columns), "float32")
         rescale = T.sblock_alloc_buffer((t.rows,), "float32")
         if staged:
-            stage(k_cache, dim, block_table, seq, kv_head, key, kv_end, k_tile)
-            stage(v_cache, dim_v, block_table, seq, kv_head, key, kv_end, v_tile)
+            stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile, v_tile)
         score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, reach, scores)
         if few:
             probs = T.sblock_alloc_buffer((t.rows, keys), "uint16")

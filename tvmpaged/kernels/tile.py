@@ -178,15 +178,15 @@ class Tile:
         """Elements of K or V in a cache line of 64 bytes."""
         return 16 if self.cache.spec.kv_dtype == "float32" else 32
 
-    def ahead(self, kv_head: Expr, position: Expr, reach: Expr) -> tuple[Any, Any]:
+    def ahead(self, kv_head: Expr, position: Expr, reach: Expr, unit: int) -> tuple[Any, Any]:
         """Return the kv head and position that will be read when `position` was to be.
 
         A worker's next kv range follows this one, up to the sequence's `reach`; after that comes
-        the next kv head, from its first key on. (After the last head the address is nobody's, which
-        harms no prefetch.)
+        the next kv head, from its first key on, in whole units of keys. (After the last head the
+        address is nobody's, which harms no prefetch.)
         """
         past = position >= reach
-        begin = tirx.min(tirx.truncdiv(position - reach, self.lanes) * self.lanes, reach - 1)
+        begin = tirx.min(tirx.truncdiv(position - reach, unit) * unit, reach - 1)
         return kv_head + tirx.Cast("int32", past), tirx.Select(past, begin, position)
 
     def prefetch(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:

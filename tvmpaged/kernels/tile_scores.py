@@ -161,8 +161,8 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 if ahead > 0:
                     for a in T.unroll(side_keys):
                         later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach)[1]
-                        next_head[a, 0] = t.ahead(kv_head, later, reach)[0]
+                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
+                        next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
                         next_slot[a, 0] = T.truncmod(next_key, c.block_size)
                 for ct in range(column_tiles):

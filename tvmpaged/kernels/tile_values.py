@@ -118,8 +118,8 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                 first: T.let[T.int32] = key + vs * SIDE
                 block: T.let[T.int64] = c.block(block_table, seq, T.min(first, kv_end - 1))
                 slot: T.let[T.int32] = T.truncmod(first, c.block_size)
-                next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach)[0]
-                next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach)[1]
+                next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[0]
+                next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[1]
                 next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
                 next_slot: T.let[T.int32] = T.truncmod(next_key, c.block_size)
                 if first + SIDE <= kv_end:
