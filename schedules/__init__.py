@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tvmpaged.schedules.choices import default_choices, space
-from tvmpaged.schedules.rules import Choices, reject
+from tvmpaged.schedules import choices as cpu_choices
+from tvmpaged.schedules import cuda_choices, cuda_rules
+from tvmpaged.schedules import rules as cpu_rules
+from tvmpaged.schedules.rules import Choices
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule
@@ -13,6 +15,27 @@ if TYPE_CHECKING:
     from tvmpaged.spec import AttentionSpec, TargetKey
 
 __all__ = ["Choices", "default_choices", "reject", "schedule", "space"]
+
+
+def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
+    """Return a spec's untuned default: vectorised, all threads, no search behind it."""
+    if target.kind == "cuda":
+        return cuda_choices.default_choices(spec)
+    return cpu_choices.default_choices(spec, target)
+
+
+def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
+    """Return the open list: each option's values, those of the untuned default among them."""
+    if target.kind == "cuda":
+        return cuda_choices.space(spec)
+    return cpu_choices.space(spec, target)
+
+
+def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    """Return why a choice list cannot be built or cannot win; None when it may be tried."""
+    if target.kind == "cuda":
+        return cuda_rules.reject(spec, target, choices)
+    return cpu_rules.reject(spec, target, choices)
 
 
 def schedule(
@@ -30,14 +53,10 @@ def schedule(
         The options.
     target : TargetKey
         What it is laid out for.
-
-    Raises
-    ------
-    ValueError
-        When no schedule exists for the target's kind.
     """
-    if target.kind != "cpu":
-        raise ValueError(f"target {target} has no schedules yet; allowed: cpu/<microarchitecture>")
-    from tvmpaged.schedules import cpu
+    from tvmpaged.schedules import cpu, cuda
 
-    cpu.schedule(sch, spec, choices)
+    if target.kind == "cuda":
+        cuda.schedule(sch, spec)
+    else:
+        cpu.schedule(sch, spec, choices)

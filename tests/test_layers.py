@@ -41,6 +41,7 @@ FLOORS = {
     "tvmpaged.gpu": "base",
     "tvmpaged.model_source": "base",
     "tvmpaged.roofs": "base",
+    "tvmpaged.sm": "base",
     "tvmpaged.sources": "base",
     "tvmpaged.tvm_libs": "base",
 }

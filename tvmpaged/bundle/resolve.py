@@ -11,7 +11,6 @@ replayed, and tested, anywhere. The order of what is accepted::
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from tvmpaged.bundle.manifest import KERNEL_ABI, KINDS, Artifact, Manifest
 from tvmpaged.cpu import MICROARCHITECTURES
+from tvmpaged.sm import SmArch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from tvmpaged.bundle.folder import Folder
     from tvmpaged.spec import AttentionSpec, TargetKey
-
-_SM_ARCH = re.compile(r"sm_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
 
 @dataclass(frozen=True)
@@ -210,13 +208,12 @@ def _cannot_run(manifest: Manifest, host: Host) -> str:
         return f"needs {', '.join(missing)}, this CPU ({mine}) has none of that"
     if mine.kind == "cpu" or mine.arch == yours.arch:
         return ""
-    here, there = _SM_ARCH.fullmatch(mine.arch), _SM_ARCH.fullmatch(manifest.sm_arch or yours.arch)
-    if here is None or there is None or here["major"] != there["major"]:
+    here, there = SmArch.parse(mine.arch), SmArch.parse(manifest.sm_arch or yours.arch)
+    if here is None or there is None or here.major != there.major:
         return f"is built for {yours.arch}, this GPU is {mine.arch}"
-    minors = int(there["minor"]), int(here["minor"])
     # "a" code runs on its own arch only.
-    if minors[0] > minors[1] or (there["suffix"] == "a" and minors[0] != minors[1]):
-        return f"is built for {there[0]}, this GPU is {mine.arch}"
+    if there.minor > here.minor or (there.suffix == "a" and there.minor != here.minor):
+        return f"is built for {there}, this GPU is {mine.arch}"
     return ""
 
 
@@ -228,8 +225,8 @@ def _distance(manifest: Manifest, host: Host) -> tuple[tuple[int, int], str]:
     if yours.kind == "cuda" and yours.arch == mine.arch:
         return (1, 0), f"built for another GPU of this arch ({yours})"
     if yours.kind == "cuda":
-        match = _SM_ARCH.fullmatch(yours.arch)
-        return (2, -int(match["minor"]) if match else 0), f"built for an arch it can run ({yours})"
+        arch = SmArch.parse(yours.arch)
+        return (2, -arch.minor if arch else 0), f"built for an arch it can run ({yours})"
     # The richer microarchitecture first; x86-64-v4 and -v3 are the poorest of all.
     features = MICROARCHITECTURES.get(yours.arch, frozenset(manifest.cpu_features))
     return (2, -len(features)), f"built for a microarchitecture this CPU can run ({yours})"

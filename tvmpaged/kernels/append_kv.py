@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.tile import PagedCache
+from tvmpaged.kernels.tile import WHOLE, PagedCache
 from tvmpaged.spec import AttentionSpec
 
 
-def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
-    """Build the append program.
-
-    Its arguments::
-
-        k            [num_tokens, num_kv_heads, head_dim]     free token and head strides
-        v            [num_tokens, num_kv_heads, head_dim_v]   free token and head strides
-        k_cache      [num_blocks, num_kv_heads, block_size, head_dim]     (HND) free block stride
-        v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]   (HND) free block stride
-        slot_mapping [num_tokens] int64
-    """
-    lanes = choices["lanes"]
-    c = PagedCache(spec)
-    k_dim, v_dim = c.head_dim_extent, c.head_dim_v_extent
+def _by_worker(c: PagedCache, choices: dict[str, Any]) -> Callable[..., Any]:
+    """Return the program part that writes one token's rows by one worker."""
+    lanes, dtype = choices["lanes"], c.spec.kv_dtype
 
     @T.inline
     def write(rows, cache, token, slot, dim):
@@ -40,14 +30,75 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                 T.truncmod(slot, c.block_size_extent),
                                 vh,
                                 vo * lanes + vx,
-                            ] = T.Cast(spec.kv_dtype, rows[token, vh, vo * lanes + vx])
+                            ] = T.Cast(dtype, rows[token, vh, vo * lanes + vx])
                         else:
                             cache[
                                 T.truncdiv(slot, c.block_size_extent),
                                 vh,
                                 T.truncmod(slot, c.block_size_extent),
                                 vo * lanes + vx,
-                            ] = T.Cast(spec.kv_dtype, rows[token, vh, vo * lanes + vx])
+                            ] = T.Cast(dtype, rows[token, vh, vo * lanes + vx])
+
+    return write
+
+
+def _by_threads(c: PagedCache, choices: dict[str, Any]) -> Callable[..., Any]:
+    """Return the program part that writes one token's rows by a thread block per head.
+
+    The strides of new rows are free, so a thread reads its elements one by one; in the cache they
+    are one store.
+    """
+    lanes, threads, dtype = choices["lanes"], choices["threads"], c.spec.kv_dtype
+
+    @T.inline
+    def write(rows, cache, token, slot, dim):
+        for h in T.thread_binding(c.num_kv_heads, thread="blockIdx.y"):
+            for x in T.thread_binding(threads, thread="threadIdx.x"):
+                with T.sblock("thread"):
+                    vh, vx = T.axis.remap("SS", [h, x])
+                    T.reads()
+                    T.writes()
+                    each = T.sblock_alloc_buffer((lanes,), dtype, scope="local")
+                    for step in range(T.ceildiv(dim, lanes * threads)):
+                        if (step * threads + vx) * lanes < dim:
+                            for i in T.unroll(lanes):
+                                each[i] = T.Cast(
+                                    dtype, rows[token, vh, (step * threads + vx) * lanes + i]
+                                )
+                            for i in T.vectorized(lanes):
+                                if c.nhd:
+                                    cache[
+                                        T.truncdiv(slot, c.block_size_extent),
+                                        T.truncmod(slot, c.block_size_extent),
+                                        vh,
+                                        (step * threads + vx) * lanes + i,
+                                    ] = each[i]
+                                else:
+                                    cache[
+                                        T.truncdiv(slot, c.block_size_extent),
+                                        vh,
+                                        T.truncmod(slot, c.block_size_extent),
+                                        (step * threads + vx) * lanes + i,
+                                    ] = each[i]
+
+    return write
+
+
+def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
+    """Build the append program.
+
+    Its arguments::
+
+        k            [num_tokens, num_kv_heads, head_dim]     free token and head strides
+        v            [num_tokens, num_kv_heads, head_dim_v]   free token and head strides
+        k_cache      [num_blocks, num_kv_heads, block_size, head_dim]     (HND) free block stride
+        v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]   (HND) free block stride
+        slot_mapping [num_tokens] int64
+    """
+    c, lanes = PagedCache(spec), choices["lanes"]
+    k_dim, v_dim = c.head_dim_extent, c.head_dim_v_extent
+
+    write = (_by_threads if "threads" in choices else _by_worker)(c, choices)
 
     @T.prim_func(s_tir=True)
     def main(
@@ -82,6 +133,9 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
             v_cache_handle, c.shape(v_dim), spec.kv_dtype, strides=c.strides(v_dim, "v")
         )
         slot_mapping = T.match_buffer(slot_mapping_handle, (num_tokens,), "int64")
+        if "threads" in choices:
+            assert c.is_whole(k_cache, lanes), WHOLE
+            assert c.is_whole(v_cache, lanes), WHOLE
         for token in range(num_tokens):
             with T.sblock("worker"):
                 n = T.axis.spatial(num_tokens, token)

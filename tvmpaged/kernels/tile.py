@@ -14,6 +14,9 @@ from tvmpaged.spec import MAX_HEAD_DIM, AttentionSpec
 Expr = Any  # a tirx expression, or an int where the size is a constant
 NEG_INF = float("-inf")
 
+#: What the host is told where a cache's vectors cannot be loaded whole.
+WHOLE = "the block stride of a cache must be a multiple of 16 bytes"
+
 
 def extent(value: int, name: str) -> Expr:
     """Return a constant, or a variable for an extent known at run time only; int64 either way.
@@ -63,6 +66,18 @@ class PagedCache:
             tirx.const(1, "int64"),
         )
 
+    def is_whole(self, cache: Any, lanes: int) -> Expr:
+        """Return whether a cache's block stride is a multiple of `lanes` elements."""
+        return tirx.truncmod(cache.strides[0], tirx.const(lanes, "int64")) == 0
+
+    def whole_strides(self, cache: Any, lanes: int) -> tuple[Expr, ...]:
+        """Return a cache's strides with that of blocks as a multiple of `lanes` elements.
+
+        On a GPU a vector is one load only where its address is known to be a multiple of its size.
+        """
+        each = tirx.const(lanes, "int64")
+        return (tirx.truncdiv(cache.strides[0], each) * each, *cache.strides[1:])
+
     def at(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
         """Return the element of a cache buffer."""
         return cache[block, slot, head, dim] if self.nhd else cache[block, head, slot, dim]
@@ -106,8 +121,8 @@ class Tile:
             rows=choices["row_tile"],
             keys=choices["keys_per_step"],
             lanes=choices["lanes"],
-            prefetch_keys=choices["prefetch_keys"],
-            prefetch_level=choices["prefetch_level"],
+            prefetch_keys=choices.get("prefetch_keys", 0),
+            prefetch_level=choices.get("prefetch_level", 1),
             choices=choices,
         )
 

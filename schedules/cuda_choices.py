@@ -1,0 +1,78 @@
+"""Choices of GPUs as data: the untuned default of each spec, and the list a search may try.
+
+Of attention's options, ``threads`` is a block's threads, of which ``dim_threads`` share a key,
+``lanes`` the elements of one load, ``keys_per_step`` what the block has in flight, ``row_tile`` the
+query rows that share a load of K and V, and ``fold`` how a key's threads sum: by ``shuffle``, or
+through ``shared`` memory where a device has no shuffles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvmpaged.schedules.cuda_rules import VECTOR_BYTES, register_estimate
+from tvmpaged.schedules.rules import Choices
+from tvmpaged.sm import WARP_SIZE
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec
+
+THREADS = 128
+#: Registers that leave room for three blocks of `THREADS` on a multiprocessor.
+REGISTERS = 168
+MOST_ROWS = 8
+MOST_KEYS = 4
+
+
+def default_choices(spec: AttentionSpec) -> Choices:
+    """Return the untuned default: loads of 16 bytes, no search behind it."""
+    if spec.kernel == "copy_blocks":
+        return {"threads": 256, "stripes": 8}
+    if spec.kernel == "merge":
+        return {"threads": THREADS, "lanes": 4}
+    if spec.kernel == "append_kv":
+        return {"threads": WARP_SIZE, "lanes": VECTOR_BYTES // DTYPE_BYTES[spec.kv_dtype]}
+    lanes = VECTOR_BYTES // DTYPE_BYTES[spec.kv_dtype]
+    widest = max(spec.head_dim or MAX_HEAD_DIM, spec.head_dim_v or MAX_HEAD_DIM)
+    along = 1
+    while along < WARP_SIZE and along * lanes < widest:
+        along *= 2
+    choices: Choices = {
+        "isa": "simt",
+        "fold": "shuffle",
+        "threads": THREADS,
+        "dim_threads": along,
+        "lanes": lanes,
+        "split_length": 256 if spec.kernel == "decode" else 1024,
+    }
+    most_rows = spec.group_size or MOST_ROWS if spec.kernel == "decode" else MOST_ROWS
+    for keys in range(MOST_KEYS.bit_length() - 1, -1, -1):
+        choices["keys_per_step"] = min(THREADS, THREADS // along << keys)
+        choices["row_tile"] = min(most_rows, MOST_ROWS)
+        # Tiles of equal height: 17 rows as 6, 6, 5.
+        if spec.kernel == "decode" and spec.group_size:
+            tiles = -(-spec.group_size // choices["row_tile"])
+            choices["row_tile"] = -(-spec.group_size // tiles)
+        if register_estimate(spec, choices) <= REGISTERS:
+            return choices
+    while register_estimate(spec, choices) > REGISTERS and choices["row_tile"] > 1:
+        choices["row_tile"] -= 1
+    return choices
+
+
+def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:
+    """Return the open list: each option's values, those of the untuned default among them."""
+    default = default_choices(spec)
+    if spec.kernel not in ATTENTION_KERNELS or spec.is_generic:
+        return {name: (value,) for name, value in default.items()}
+    group = spec.group_size
+    tiles = {-(-group // parts) for parts in range(1, group + 1)} if spec.kernel == "decode" else ()
+    values: dict[str, set[Any]] = {
+        "isa": {"simt"},
+        "fold": {"shuffle"},
+        "threads": {64, 128, 256, 512},
+        "dim_threads": {2, 4, 8, 16, 32},
+        "lanes": {default["lanes"] // 2, default["lanes"]},
+        "row_tile": {1, 2, 4, 8, 16, *(rows for rows in tiles if rows <= 16)},
+        "keys_per_step": {8, 16, 32, 64, 128},
+        "split_length": {128, 256, 512, 1024, 2048} if group else {256},
+    }
+    return {name: tuple(sorted(each | {default[name]})) for name, each in values.items()}

@@ -1,0 +1,82 @@
+"""The rules that a choice list must pass on a GPU before anything is compiled."""
+
+from __future__ import annotations
+
+from tvmpaged.schedules.rules import Choices
+from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE, limits
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec, TargetKey
+
+#: Widest load and store of a thread.
+VECTOR_BYTES = 16
+#: Registers that a walk needs besides its arrays: addresses, counters, what is in flight. Less than
+#: any compiled one took, so that nothing is refused that would fit.
+OTHER_REGISTERS = 24
+
+
+def vectors_per_thread(dim: int, choices: Choices) -> int:
+    """Return how many vectors of a row one thread holds."""
+    return -(-(dim or MAX_HEAD_DIM) // int(choices["dim_threads"] * choices["lanes"]))
+
+
+def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
+    """Return the least registers a thread of the walk takes: q, sums, scores, K and V."""
+    lanes, rows = int(choices["lanes"]), int(choices["row_tile"])
+    elements = lanes * vectors_per_thread(spec.head_dim, choices)
+    elements_v = lanes * vectors_per_thread(spec.head_dim_v, choices)
+    keys = int(choices["keys_per_step"] * choices["dim_threads"] // choices["threads"])
+    words = keys * (elements + elements_v) * DTYPE_BYTES[spec.kv_dtype] // 4
+    return rows * (elements + elements_v + keys + 2) + words + OTHER_REGISTERS
+
+
+def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
+    """Return the shared memory of a walk: what its groups of threads fold at the end."""
+    groups = int(choices["threads"] // choices["dim_threads"])
+    rows, dim_v = int(choices["row_tile"]), spec.head_dim_v or MAX_HEAD_DIM
+    folded = 0
+    if choices["fold"] == "shared":
+        folded = rows * int(choices["keys_per_step"] * choices["dim_threads"])
+    return 4 * (groups * (dim_v + 2 * rows) + folded)
+
+
+def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    """Return why a choice list cannot be built or cannot win; None when it may be tried."""
+    found, _ = limits(target.arch)
+    threads = choices["threads"]
+    if threads % WARP_SIZE or not 0 < threads <= found.threads_per_block:
+        most = found.threads_per_block
+        return f"threads={threads} is no multiple of {WARP_SIZE} up to {most}"
+    if spec.kernel not in ATTENTION_KERNELS:
+        return None
+    reason = _reject_shape(spec, choices)
+    if reason:
+        return reason
+    registers = register_estimate(spec, choices)
+    most = min(found.registers_per_thread, found.registers_per_sm // threads)
+    if registers > most:
+        return f"a thread needs {registers} registers or more; it has {most}"
+    shared, room = shared_bytes(spec, choices), min(found.shared_per_block, STATIC_SHARED_BYTES)
+    if shared > room:
+        return f"a block needs {shared} bytes of shared memory; it has {room}"
+    return None
+
+
+def _reject_shape(spec: AttentionSpec, choices: Choices) -> str | None:
+    lanes, along, threads = choices["lanes"], choices["dim_threads"], choices["threads"]
+    keys, rows, group = choices["keys_per_step"], choices["row_tile"], spec.group_size
+    for name, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
+        if dim % lanes:
+            return f"lanes={lanes} does not divide {name}={dim}"
+    if lanes * DTYPE_BYTES[spec.kv_dtype] > VECTOR_BYTES:
+        return f"lanes={lanes} of {spec.kv_dtype} are more than {VECTOR_BYTES} bytes"
+    if along not in (1, 2, 4, 8, 16, 32):
+        return f"dim_threads={along} is no power of two up to {WARP_SIZE}"
+    widest = max(spec.head_dim or MAX_HEAD_DIM, spec.head_dim_v or MAX_HEAD_DIM)
+    if along > 1 and along // 2 * lanes >= widest:
+        return f"dim_threads={along} leaves half of the threads without a part of {widest} dims"
+    if keys % (threads // along):
+        return f"keys_per_step={keys} is no multiple of the {threads // along} groups of threads"
+    if choices["split_length"] % keys:
+        return f"split_length={choices['split_length']} is no multiple of keys_per_step={keys}"
+    if spec.kernel == "decode" and group and rows > group:
+        return f"row_tile={rows} is more than the group's {group} rows"
+    return None

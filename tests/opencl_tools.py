@@ -1,0 +1,210 @@
+"""GPU programs, executed without a GPU: as OpenCL on the CPU (PoCL), barriers and all.
+
+The programs, choices, plans and host wrappers are those of a CUDA artifact; only the code generator
+is another one, and sums along a key's threads go through local memory, where CUDA shuffles. So this
+proves indices, barriers and local memory; it proves neither shuffles nor anything about time.
+
+The host wrapper is the one that TVM makes for a device: it checks the tensors and calls the kernel
+by its name with pointers, sizes and the launch's extents. Here that name is a Python function.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyopencl as cl
+import pytest
+import torch
+import tvm
+import tvm_ffi
+
+from tvmpaged import PagedAttention, build, schedules
+from tvmpaged.runtime import attention as runtime
+from tvmpaged.runtime.kernel_set import Kernel
+from tvmpaged.spec import AttentionSpec, TargetKey
+
+TARGET = TargetKey("cuda", "sm_90", "nvidia-h200")
+OPENCL = 4  # DLPack's number of the device type
+Choices = dict[str, Any]
+
+
+class Built:
+    """One spec under one choice list, as an OpenCL program that takes torch tensors.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Of float32 or bfloat16: PoCL 3.0 has no half.
+    changes : dict
+        Choices that differ from the untuned default of the CUDA target.
+    edit : callable, optional
+        Changes the OpenCL source: faults are planted with it.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        changes: Choices | None = None,
+        edit: Callable[[str], str] = lambda source: source,
+    ) -> None:
+        self.spec = spec
+        self.choices = schedules.default_choices(spec, TARGET)
+        if "fold" in self.choices:
+            self.choices["fold"] = "shared"
+        self.choices |= changes or {}
+        module = build.build_module(spec, TARGET, self.choices)
+        self._host, self._device, source = _compile(module)
+        queue = _queue()
+        program = cl.Program(queue.context, edit(source)).build()
+        self._kernel = cl.Kernel(program, f"{spec.kernel}_kernel")
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the host wrapper, which launches the kernel."""
+        self._memory = {t.data_ptr(): t for t in arguments if isinstance(t, torch.Tensor)}
+        name = f"{self.spec.kernel}_kernel"
+        # The wrapper keeps what it finds under the name at its first call.
+        tvm_ffi.register_global_func(name, self._launch, override=True)
+        tensors = [_as_opencl(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        self._host[self.spec.kernel](*tensors)
+
+    def _launch(self, *arguments: Any) -> None:
+        queue = _queue()
+        kernel = self._kernel
+        tags = [str(tag) for tag in self._device.attrs["tirx.kernel_launch_params"]]
+        values, extents = (
+            arguments[: -len(tags)],
+            dict(zip(tags, arguments[-len(tags) :], strict=True)),
+        )
+        held = []  # pyopencl does not keep what it is given
+        for index, (parameter, value) in enumerate(zip(self._device.params, values, strict=True)):
+            if isinstance(value, ctypes.c_void_p):
+                assert value.value is not None
+                held.append(_memory(self._memory[value.value]))
+                kernel.set_arg(index, held[-1])
+            else:
+                kernel.set_arg(index, np.dtype(str(parameter.ty)).type(value))
+        local = [extents.get(f"threadIdx.{axis}", 1) for axis in "xyz"]
+        groups = [extents.get(f"blockIdx.{axis}", 1) for axis in "xyz"]
+        cl.enqueue_nd_range_kernel(
+            queue, kernel, [g * n for g, n in zip(groups, local, strict=True)], local
+        )
+        queue.finish()
+
+
+@cache
+def _queue() -> cl.CommandQueue:
+    (platform,) = (each for each in cl.get_platforms() if "Portable" in each.name)
+    return cl.CommandQueue(cl.Context(platform.get_devices()))
+
+
+def _compile(module: tvm.IRModule) -> tuple[Any, Any, str]:
+    """Return the host wrapper, the device function and its OpenCL source."""
+    generate, found = tvm.get_global_func("target.build.opencl"), []
+
+    def keep(device: tvm.IRModule, target: tvm.target.Target) -> Any:
+        found.append(device)
+        return generate(device, target)
+
+    tvm_ffi.register_global_func("target.build.opencl", keep, override=True)
+    try:
+        target = tvm.target.Target({"kind": "opencl"}, host={"kind": "llvm"})
+        host = tvm.compile(module, target=target).mod
+    finally:
+        tvm_ffi.register_global_func("target.build.opencl", generate, override=True)
+    (device,) = found
+    (function,) = device.functions.values()
+    source = host.imports[0].inspect_source()
+    host.clear_imports()  # TVM has no OpenCL runtime; the name is looked up among Python's instead
+    tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
+    return host, function, source
+
+
+def _memory(tensor: torch.Tensor) -> cl.SVM:
+    """Return the tensor's own memory, from its first element to its last; PoCL shares ours."""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = sum((extent - 1) * stride for extent, stride in extents) + 1
+    size = max(1, elements) * tensor.element_size()
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    return cl.SVM(np.frombuffer(memory, np.uint8))
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int))
+
+
+def _as_opencl(tensor: torch.Tensor) -> Any:
+    """Return a tensor of the host as one that says it is on an OpenCL device."""
+    capsule = tensor.detach().__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    _Device.from_address(pointer(capsule, b"dltensor")).device_type = OPENCL
+
+    class Exporter:
+        def __dlpack__(self, **_: Any) -> Any:
+            return capsule
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return OPENCL, 0
+
+    return tvm_ffi.from_dlpack(Exporter())
+
+
+@cache
+def _built(spec: AttentionSpec, changes: tuple[tuple[str, Any], ...]) -> Built:
+    return Built(spec, dict(changes))
+
+
+def gpu_attention(
+    group_size: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str = "float32",
+    *,
+    num_kv_heads: int | None = None,
+    layout: str = "HND",
+    kv_dtype: str | None = None,
+    num_workers: int = 5,
+    generic: bool = False,
+    built: dict[str, Built] | None = None,
+    **changes: Any,
+) -> PagedAttention:
+    """Return a `PagedAttention` whose kernels are the GPU's, on OpenCL.
+
+    Parameters
+    ----------
+    group_size, head_dim, block_size, dtype, num_kv_heads, layout, kv_dtype
+        As of `PagedAttention`.
+    num_workers : int
+        Thread blocks of an attention kernel.
+    generic : bool
+        Take the programs whose sizes are known at run time.
+    built : dict
+        Kernels to take instead of those that would be built.
+    changes
+        Choices of the attention kernels that differ from the untuned default.
+    """
+    if "float16" in (dtype, kv_dtype):
+        pytest.skip("PoCL 3.0 has no half precision")
+    given = built or {}
+
+    def load(specs: dict[str, AttentionSpec], *_: Any) -> dict[str, Kernel]:
+        kernels = {}
+        for name, spec in specs.items():
+            wanted = spec.generic() if generic else spec
+            more = tuple(changes.items()) if name in ("decode", "prefill") else ()
+            found = given.get(name) or _built(wanted, more)
+            description = {"kind": "default", "sha256": str(wanted)}
+            kernels[name] = Kernel(found, spec, found.choices, description)
+        return kernels
+
+    with mock.patch.object(runtime, "load_kernels", load):
+        heads = num_kv_heads or (1 if group_size > 16 else 2)
+        attn = PagedAttention(
+            heads * group_size, heads, head_dim, block_size, dtype, kv_dtype, layout
+        )
+    attn._num_workers = num_workers
+    return attn

@@ -1,0 +1,132 @@
+"""CUDA architectures by their sm names: their spelling, which runs what, and their limits.
+
+Limits of a GPU at hand come from its driver; this table serves builds for a GPU that is not here.
+From NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+WARP_SIZE = 32
+#: What a kernel may have without asking for more when it is launched.
+STATIC_SHARED_BYTES = 48 * 1024
+_KIB = 1024
+_ARCH = re.compile(r"sm_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
+
+
+@dataclass(frozen=True)
+class SmArch:
+    """An architecture's name in parts: ``sm_90a`` is major 9, minor 0, suffix ``a``.
+
+    Parameters
+    ----------
+    major, minor : int
+        Compute capability.
+    suffix : str
+        ``a``: code for exactly this one; ``f``: for its family; or empty.
+    """
+
+    major: int
+    minor: int
+    suffix: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> SmArch | None:
+        """Return the parts of a name such as ``sm_90``; None when it is none."""
+        match = _ARCH.fullmatch(text)
+        if match is None:
+            return None
+        return cls(int(match["major"]), int(match["minor"]), match["suffix"])
+
+    def __str__(self) -> str:
+        return f"sm_{self.major}{self.minor}{self.suffix}"
+
+    @property
+    def number(self) -> str:
+        """What follows ``sm_`` and ``compute_``."""
+        return f"{self.major}{self.minor}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class SmLimits:
+    """What one multiprocessor has.
+
+    Parameters
+    ----------
+    shared_per_sm, shared_per_block : int
+        Bytes of shared memory, of all blocks and of the largest one.
+    threads_per_sm, blocks_per_sm : int
+        Resident at a time.
+    threads_per_block, registers_per_sm, registers_per_thread : int
+        The same everywhere so far.
+    """
+
+    shared_per_sm: int
+    shared_per_block: int
+    threads_per_sm: int
+    blocks_per_sm: int
+    threads_per_block: int = 1024
+    registers_per_sm: int = 65536
+    registers_per_thread: int = 255
+
+
+LIMITS: dict[tuple[int, int], SmLimits] = {
+    (8, 0): SmLimits(164 * _KIB, 163 * _KIB, 2048, 32),
+    (8, 6): SmLimits(100 * _KIB, 99 * _KIB, 1536, 16),
+    (8, 9): SmLimits(100 * _KIB, 99 * _KIB, 1536, 24),
+    (9, 0): SmLimits(228 * _KIB, 227 * _KIB, 2048, 32),
+    (10, 0): SmLimits(228 * _KIB, 227 * _KIB, 2048, 32),
+    (12, 0): SmLimits(100 * _KIB, 99 * _KIB, 1536, 24),
+}
+
+
+def limits(arch: str) -> tuple[SmLimits, str]:
+    """Return an architecture's limits, and a warning when they are guessed.
+
+    An unknown minor has the least of what those of its major have.
+
+    Raises
+    ------
+    ValueError
+        When the name is none, or nothing of its major is known.
+    """
+    parts = SmArch.parse(arch)
+    known = ", ".join(f"sm_{major}{minor}" for major, minor in LIMITS)
+    if parts is None:
+        raise ValueError(f"arch={arch!r} is no sm architecture; such are {known}, sm_90a")
+    exact = LIMITS.get((parts.major, parts.minor))
+    if exact is not None:
+        return exact, ""
+    of_major = {key: each for key, each in LIMITS.items() if key[0] == parts.major}
+    if not of_major:
+        raise ValueError(f"arch={arch!r} is not supported; allowed: {known}, and their majors")
+    least = {
+        field.name: min(getattr(each, field.name) for each in of_major.values())
+        for field in fields(SmLimits)
+    }
+    names = ", ".join(f"sm_{major}{minor}" for major, minor in of_major)
+    return SmLimits(**least), f"the limits of {arch} are not known; those of {names} are taken"
+
+
+def occupancy(limits: SmLimits, threads: int, registers: int, shared_bytes: int) -> float:
+    """Return the share of a multiprocessor's threads that can be resident under a kernel.
+
+    Parameters
+    ----------
+    limits : SmLimits
+        Of the architecture.
+    threads, registers, shared_bytes : int
+        Of one block; registers are per thread.
+    """
+    warps = -(-threads // WARP_SIZE)
+    # Registers are given out to warps in units of 256; a block also takes 1 KiB of shared memory.
+    per_warp = -(-max(registers, 1) * WARP_SIZE // 256) * 256
+    blocks = min(
+        limits.blocks_per_sm,
+        limits.threads_per_sm // (warps * WARP_SIZE),
+        limits.registers_per_sm // (per_warp * warps),
+        limits.shared_per_sm // (shared_bytes + 1024),
+    )
+    return blocks * warps * WARP_SIZE / limits.threads_per_sm
