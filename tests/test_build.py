@@ -58,7 +58,8 @@ def test_choices_that_do_not_fit_are_refused_with_the_rule() -> None:
     ("target", "message"),
     [
         (TargetKey("cpu", "pentium99"), "LLVM knows no CPU 'pentium99'"),
-        (TargetKey("cuda", "sm_90", "nvidia-h200"), "cannot be built yet"),
+        (TargetKey("cuda", "sm_75", "tesla-t4"), "'sm_75' is not supported"),
+        (TargetKey("cuda", "hopper", "nvidia-h200"), "no sm architecture; such are sm_80"),
     ],
 )
 def test_unknown_targets_are_refused_by_name(target: TargetKey, message: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from bundle_tools import OTHER_SPEC, SPEC, V3, artifact, header, manifest
 
 from tvmpaged.bundle import KERNEL_ABI, SCHEMA_VERSION, BundleError, decode, encode
+from tvmpaged.sm import Resources
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.worklist import Item, Merge
 
@@ -39,7 +40,9 @@ def read(data: dict[str, Any]) -> None:
             artifact(SPEC, "tuned", record_id="r1", mlflow_run_id="abc"),
             artifact(SPEC.generic(), "generic"),
         ),
-        manifest(TargetKey("cuda", "sm_90", "nvidia-h200"), artifact()),
+        manifest(
+            TargetKey("cuda", "sm_90", "nvidia-h200"), artifact(resources=Resources(96, 512, 0, 8))
+        ),
     ],
 )
 def test_what_was_written_is_read(found: Any) -> None:
@@ -59,10 +62,10 @@ def test_the_manifest_is_plain_readable_json() -> None:
 
 
 def test_a_newer_schema_is_refused_with_both_versions() -> None:
-    with pytest.raises(BundleError, match=r"version 2 is newer .* upgrade tvmpaged .*reads 1"):
-        read(as_data(schema_version=2, something_new=1))
-    with pytest.raises(BundleError, match="version 0 is no longer read"):
-        read(as_data(schema_version=0))
+    with pytest.raises(BundleError, match=r"version 3 is newer .* upgrade tvmpaged .*reads 2"):
+        read(as_data(schema_version=3, something_new=1))
+    with pytest.raises(BundleError, match="version 1 is no longer read"):
+        read(as_data(schema_version=1))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,8 @@ def test_a_newer_schema_is_refused_with_both_versions() -> None:
         (as_entry(choices={"a": [1]}), r"choices.a=\[1\]"),
         (as_entry(choices={"a": True}), "choices.a=True"),
         (as_entry(measured_us="fast"), "measured_us='fast'"),
+        (as_entry(resources={"registers": 9}), r"resources.shared_bytes is missing"),
+        (as_entry(resources=[]), r"resources=\[\] must be of type dict"),
         (as_entry(surprise=1), "unknown fields: surprise"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmpaged.gpu import FACTS, gpu_state, gpus
+from tvmpaged.gpu import FACTS, gpu_state, gpus, native_gpu
 from tvmpaged.spec import TargetKey
 
 pytestmark = pytest.mark.runtime
@@ -53,3 +53,10 @@ def test_no_driver_or_a_broken_one_is_no_gpu(
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert gpus() == []
     assert gpu_state(TARGET) is None
+    with pytest.raises(ValueError, match="name the one to build for, such as cuda/sm_90/nvidia"):
+        native_gpu()
+
+
+def test_the_gpu_of_this_machine_as_a_target(driver: Path) -> None:
+    (driver / "says").write_text(f"{H200}\n")
+    assert native_gpu() == TARGET

@@ -40,6 +40,7 @@ FLOORS = {
     "tvmpaged.freshness": "base",
     "tvmpaged.gpu": "base",
     "tvmpaged.model_source": "base",
+    "tvmpaged.nvcc": "base",
     "tvmpaged.roofs": "base",
     "tvmpaged.sm": "base",
     "tvmpaged.sources": "base",

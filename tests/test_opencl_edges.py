@@ -17,8 +17,8 @@ from tvmpaged import PagedAttention
 
 Attention = Callable[..., PagedAttention]
 
-#: The first two need other processes and threads, but OpenCL's host side runs in this one; the last
-#: has strides that no vector is loaded whole under (`test_walk_threads` holds that they are refused).
+#: Two need other processes or threads, but OpenCL's host side runs in this one. Under the strides
+#: of the third no vector is loaded whole: `test_walk_threads` holds that they are refused.
 LEFT_OUT = {
     "test_on_another_number_of_threads",
     "test_instances_may_run_at_the_same_time",

@@ -181,8 +181,7 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
         pack(tmp_path, SPEC, sign=tmp_path / "none")
     assert parse_target("native").kind == "cpu"
     assert parse_target("cpu/x86-64-v3") == V3
-    with pytest.raises(ValueError, match="target='cuda' is not supported yet"):
-        parse_target("cuda")
+    assert str(parse_target("cuda/sm_90a/nvidia-h200")) == "cuda/sm_90a/nvidia-h200"
 
 
 def test_compiler_processes_end_with_their_parent(tmp_path: Path) -> None:

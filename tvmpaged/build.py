@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tvmpaged import kernels, schedules
+from tvmpaged.sm import Resources, limits
 from tvmpaged.sources import source_sha256
 from tvmpaged.spec import AttentionSpec, TargetKey
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import tvm
 
 __all__ = ["build_artifact", "build_module", "source_sha256", "symbol_name", "tvm_target"]
+
+#: The host's part of a GPU's artifact checks tensors and launches; it runs on every CPU we run on.
+HOST_CPU = "x86-64-v3"
 
 
 def symbol_name(spec: AttentionSpec) -> str:
@@ -31,8 +35,10 @@ def tvm_target(target: TargetKey) -> tvm.target.Target:
     import tvm
     from tvm.target.codegen import llvm_get_cpu_archlist
 
-    if target.kind != "cpu":
-        raise ValueError(f"target {target} cannot be built yet; allowed: cpu/<microarchitecture>")
+    if target.kind == "cuda":
+        limits(target.arch)  # refuses what is no arch
+        device = {"kind": "cuda", "arch": target.arch}
+        return tvm.target.Target(device, host={"kind": "llvm", "mcpu": HOST_CPU})
     known = {str(name) for name in llvm_get_cpu_archlist(tvm.target.Target("llvm"))}
     if target.arch not in known:
         raise ValueError(f"target {target}: LLVM knows no CPU {target.arch!r}; try cpu/x86-64-v3")
@@ -59,7 +65,7 @@ def build_module(spec: AttentionSpec, target: TargetKey, choices: dict[str, Any]
 
 def build_artifact(
     spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
-) -> None:
+) -> Resources | None:
     """Compile one spec under one choice list into a shared library.
 
     Parameters
@@ -73,12 +79,24 @@ def build_artifact(
     path : Path
         Where the library is written (``.so``).
 
+    Returns
+    -------
+    Resources or None
+        What the kernel takes on a GPU.
+
     Raises
     ------
     ValueError
         When the choices cannot fit or the target cannot be built.
+    UserError
+        When the device's compiler is missing.
     """
+    if target.kind == "cuda":
+        from tvmpaged.cuda_build import build_cuda
+
+        return build_cuda(spec, target, choices, path)
     import tvm
 
     module = build_module(spec, target, choices)
     tvm.compile(module, target=tvm_target(target)).export_library(str(path))
+    return None

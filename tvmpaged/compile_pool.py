@@ -14,9 +14,11 @@ from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+from tvmpaged.errors import UserError
+from tvmpaged.sm import Resources
 from tvmpaged.spec import AttentionSpec, TargetKey
 
-Build = Callable[[AttentionSpec, TargetKey, dict[str, Any], Path], None]
+Build = Callable[[AttentionSpec, TargetKey, dict[str, Any], Path], Resources | None]
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The library's bytes, or why there are none."""
+    """The library's bytes and what its kernel takes of a GPU, or why there are none."""
 
     job: Job
     data: bytes = b""
+    resources: Resources | None = None
     failure: str = ""
 
 
@@ -54,7 +57,7 @@ def compile_all(
     build = build or _build_artifact
     for job, future in _submit(jobs, min(num_workers, len(jobs)), build):
         try:
-            yield Outcome(job, future.result())
+            yield Outcome(job, *future.result())
         except BrokenProcessPool:
             # One job killed its worker, and with it the pool: alone, each shows who it was.
             yield _compile_alone(job, build)
@@ -64,7 +67,7 @@ def compile_all(
 
 def _submit(
     jobs: Sequence[Job], num_workers: int, build: Build
-) -> Iterator[tuple[Job, Future[bytes]]]:
+) -> Iterator[tuple[Job, Future[tuple[bytes, Resources | None]]]]:
     if not jobs:
         return
     with _pool(num_workers) as pool:
@@ -79,7 +82,7 @@ def _submit(
 def _compile_alone(job: Job, build: Build) -> Outcome:
     with _pool(1) as pool:
         try:
-            return Outcome(job, pool.submit(_compile, build, job).result())
+            return Outcome(job, *pool.submit(_compile, build, job).result())
         except BrokenProcessPool:
             return Outcome(job, failure="the compiler's process died")
         except Exception as error:  # noqa: BLE001, whatever the compiler raised is the reason
@@ -88,7 +91,7 @@ def _compile_alone(job: Job, build: Build) -> Outcome:
 
 def _reason(error: Exception) -> str:
     text = str(error).strip() or repr(error)
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, ValueError | UserError) else f"{type(error).__name__}: {text}"
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
@@ -111,14 +114,14 @@ def _end_with_parent() -> None:
 
 def _build_artifact(
     spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
-) -> None:
+) -> Resources | None:
     from tvmpaged.build import build_artifact
 
-    build_artifact(spec, target, choices, path)
+    return build_artifact(spec, target, choices, path)
 
 
-def _compile(build: Build, job: Job) -> bytes:
+def _compile(build: Build, job: Job) -> tuple[bytes, Resources | None]:
     with tempfile.TemporaryDirectory(prefix="tvmpaged-") as folder:
         path = Path(folder) / "kernel.so"
-        build(job.spec, job.target, dict(job.choices), path)
-        return path.read_bytes()
+        resources = build(job.spec, job.target, dict(job.choices), path)
+        return path.read_bytes(), resources

@@ -41,9 +41,32 @@ def gpus() -> list[dict[str, str]]:
     ]
 
 
+def native_gpu() -> TargetKey:
+    """Return this machine's first GPU as a target, such as ``cuda/sm_90/nvidia-h200``.
+
+    Raises
+    ------
+    ValueError
+        When the driver finds none.
+    """
+    found = gpus()
+    if not found:
+        raise ValueError(
+            "target='cuda' is this machine's GPU, and the driver (nvidia-smi) finds none; name the "
+            "one to build for, such as cuda/sm_90/nvidia-h200"
+        )
+    arch = "sm_" + found[0]["compute_cap"].replace(".", "")
+    return TargetKey("cuda", arch, device_name(found[0]["name"]))
+
+
+def device_name(name: str) -> str:
+    """Return a GPU's name as targets spell it: lower case, blanks as hyphens."""
+    return name.lower().replace(" ", "-")
+
+
 def gpu_state(target: TargetKey) -> dict[str, str] | None:
     """Return the facts of the GPU that a target names; None for a CPU, or when it is not here."""
     if target.kind != "cuda":
         return None
-    found = [each for each in gpus() if each["name"].lower().replace(" ", "-") == target.device]
+    found = [each for each in gpus() if device_name(each["name"]) == target.device]
     return found[0] if found else None

@@ -21,8 +21,10 @@ from tvmpaged.bundle import (
 from tvmpaged.compile_pool import Build, Job, compile_all
 from tvmpaged.cpu import native_target
 from tvmpaged.freshness import CURRENT
+from tvmpaged.gpu import native_gpu
 from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
+from tvmpaged.sm import limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
 
 if TYPE_CHECKING:
@@ -68,15 +70,15 @@ class Packaged:
 
 
 def parse_target(text: str) -> TargetKey:
-    """Return the target a user names; ``native`` is this machine's CPU.
+    """Return the target a user names: ``native`` is this machine's CPU, ``cuda`` its GPU.
 
     Raises
     ------
     ValueError
-        When it is none.
+        When it is none, or this machine has no GPU.
     """
     if text == "cuda":
-        raise ValueError("target='cuda' is not supported yet; allowed: native, cpu/<name>")
+        return native_gpu()
     return native_target() if text == "native" else TargetKey.parse(text)
 
 
@@ -215,7 +217,8 @@ class _Work:
             if outcome.failure:
                 failures[outcome.job.spec] = outcome.failure
             else:
-                built.append(Built(wanted[outcome.job.spec], outcome.data))
+                artifact = replace(wanted[outcome.job.spec], resources=outcome.resources)
+                built.append(Built(artifact, outcome.data))
 
         if built or (self.key is not None and existing is not None):
             # Without new ones nothing may go, whatever was allowed to.
@@ -232,6 +235,8 @@ class _Work:
         folder = self.out / str(self.target)
         states = {each.spec: state_of(each) for each in found}
         notes = tuple(note_on(each) for each in found if state_of(each) != CURRENT)
+        if self.target.kind == "cuda" and limits(self.target.arch)[1]:
+            notes = (limits(self.target.arch)[1], *notes)
         return Packaged(self.target, folder, decision, failures, notes, states)
 
     def _describe(

@@ -10,6 +10,8 @@ from shutil import which
 from tvmpaged.bundle import Abi, BuiltWith, Git, Manifest, utc_now
 from tvmpaged.bundle.search import installed_version
 from tvmpaged.cpu import MICROARCHITECTURES
+from tvmpaged.nvcc import find_nvcc
+from tvmpaged.sm import limits
 from tvmpaged.spec import TargetKey
 
 
@@ -43,7 +45,8 @@ def built_with(target: TargetKey) -> BuiltWith:
         os.environ.get("CXX") or os.environ.get("CC") or next(filter(None, map(which, names)), "")
     )
     linker = _output(found, "--version") or "unknown"
-    toolkit = _output("nvcc", "--version") if target.kind == "cuda" else None
+    nvcc = find_nvcc() if target.kind == "cuda" else None
+    toolkit = _output(str(nvcc), "--version") if nvcc else None
     return BuiltWith(
         tvmpaged=installed_version("tvmpaged"),
         tvm=installed_version("apache-tvm"),
@@ -59,12 +62,14 @@ def header(target: TargetKey) -> Manifest:
     Raises
     ------
     ValueError
-        When the microarchitecture is not known.
+        When the microarchitecture, or the sm arch, is not known.
     """
     cpu = target.kind == "cpu"
     if cpu and target.arch not in MICROARCHITECTURES:
         known = ", ".join(f"cpu/{name}" for name in MICROARCHITECTURES)
         raise ValueError(f"target={target} is not known; allowed: native, {known}")
+    if not cpu:
+        limits(target.arch)
     return Manifest(
         target=target,
         abi=Abi(),

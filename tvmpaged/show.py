@@ -9,6 +9,7 @@ from tvmpaged import records
 from tvmpaged.bundle import Artifact, Folder, scan, search
 from tvmpaged.freshness import freshness
 from tvmpaged.recorded import state_of
+from tvmpaged.sm import Resources, limits, occupancy
 
 SCHEMA_VERSION = 1
 
@@ -37,6 +38,10 @@ class Row:
         Which record, which file.
     roof_fraction : float or None
         Of a record: the winner's rate by that of the roof that was measured beside it.
+    resources : Resources or None
+        Of a GPU's artifact: what its kernel takes.
+    occupancy : float or None
+        Of a GPU's artifact: the share of a multiprocessor's threads that can be resident.
     """
 
     place: str
@@ -50,6 +55,8 @@ class Row:
     record_id: str | None = None
     sha256: str | None = None
     roof_fraction: float | None = None
+    resources: Resources | None = None
+    occupancy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,16 @@ def _artifact_row(folder: Folder, artifact: Artifact) -> Row:
         state=freshness(artifact.source_sha256, artifact.measured_on, artifact.num_threads),
         record_id=artifact.record_id,
         sha256=artifact.sha256,
+        resources=artifact.resources,
+        occupancy=_occupancy(folder, artifact),
     )
+
+
+def _occupancy(folder: Folder, artifact: Artifact) -> float | None:
+    threads = artifact.choices.get("threads")
+    if artifact.resources is None or folder.target is None or not isinstance(threads, int):
+        return None
+    return occupancy(limits(folder.target.arch)[0], threads, artifact.resources)
 
 
 def _place(folder: Folder) -> str:

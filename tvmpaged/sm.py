@@ -110,23 +110,47 @@ def limits(arch: str) -> tuple[SmLimits, str]:
     return SmLimits(**least), f"the limits of {arch} are not known; those of {names} are taken"
 
 
-def occupancy(limits: SmLimits, threads: int, registers: int, shared_bytes: int) -> float:
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes on its device, as ptxas says.
+
+    Parameters
+    ----------
+    registers : int
+        Of each thread.
+    shared_bytes : int
+        Static shared memory of a block.
+    spill_bytes : int
+        Stored and loaded by a thread because registers did not suffice.
+    stack_bytes : int
+        Of a thread: arrays that no registers hold.
+    """
+
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def occupancy(limits: SmLimits, threads: int, taken: Resources) -> float:
     """Return the share of a multiprocessor's threads that can be resident under a kernel.
 
     Parameters
     ----------
     limits : SmLimits
         Of the architecture.
-    threads, registers, shared_bytes : int
-        Of one block; registers are per thread.
+    threads : int
+        Of one block.
+    taken : Resources
+        By the kernel.
     """
     warps = -(-threads // WARP_SIZE)
     # Registers are given out to warps in units of 256; a block also takes 1 KiB of shared memory.
-    per_warp = -(-max(registers, 1) * WARP_SIZE // 256) * 256
+    per_warp = -(-max(taken.registers, 1) * WARP_SIZE // 256) * 256
     blocks = min(
         limits.blocks_per_sm,
         limits.threads_per_sm // (warps * WARP_SIZE),
         limits.registers_per_sm // (per_warp * warps),
-        limits.shared_per_sm // (shared_bytes + 1024),
+        limits.shared_per_sm // (taken.shared_bytes + _KIB),
     )
     return blocks * warps * WARP_SIZE / limits.threads_per_sm

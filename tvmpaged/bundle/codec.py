@@ -12,6 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from tvmpaged.bundle.errors import BundleError
 from tvmpaged.bundle.fields import Fields, load_object, parsed
 from tvmpaged.bundle.manifest import KINDS, SCHEMA_VERSION, Abi, Artifact, BuiltWith, Git, Manifest
+from tvmpaged.sm import Resources
 from tvmpaged.spec import AttentionSpec, TargetKey
 
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -36,7 +37,8 @@ def encode(manifest: Manifest) -> bytes:
 def artifact_data(artifact: Artifact) -> dict[str, Any]:
     """Return the artifact as the manifest holds it, plain data."""
     data = {each.name: getattr(artifact, each.name) for each in fields(artifact)}
-    data |= {name: dict(vars(data[name])) for name in ("built_with", "git")}
+    parts = ("built_with", "git", "resources")
+    data |= {name: dict(vars(data[name])) for name in parts if data[name] is not None}
     return {"spec": str(data.pop("spec")), "kernel": artifact.kernel, **data}
 
 
@@ -104,9 +106,20 @@ def _read_artifact(entry: Fields) -> Artifact:
         measured_us=entry.take("measured_us", (int, float), None),
         measured_on=entry.take("measured_on", str, None),
         num_threads=entry.take("num_threads", int, None),
+        resources=_read_resources(entry),
     )
     entry.end()
     return artifact
+
+
+def _read_resources(entry: Fields) -> Resources | None:
+    data = entry.take("resources", dict, None)
+    if data is None:
+        return None
+    taken = Fields(data, f"{entry.where}.resources")
+    resources = Resources(*(taken.take(each.name, int) for each in fields(Resources)))
+    taken.end()
+    return resources
 
 
 def _read_git(entry: Fields) -> Git:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tvmpaged.sm import Resources
     from tvmpaged.spec import AttentionSpec, TargetKey
 
 #: Any change of the fields below needs a new one: manifests are read strictly.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: Calling convention between the runtime and the kernels: argument order and the work-list columns.
 #: Raise it whenever one of them changes; artifacts of another number are refused before loading.
@@ -92,6 +93,8 @@ class Artifact:
         The device that time was measured on.
     num_threads : int or None
         Threads that time was measured with.
+    resources : Resources or None
+        What the kernel takes of a GPU; None on a CPU.
     """
 
     spec: AttentionSpec
@@ -109,6 +112,7 @@ class Artifact:
     measured_us: float | None = None
     measured_on: str | None = None
     num_threads: int | None = None
+    resources: Resources | None = None
 
     @property
     def kernel(self) -> str:

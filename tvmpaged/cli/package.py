@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """
 tvmpaged package --target native --model ./SmolLM2-135M --base --install
-tvmpaged package --target cpu/x86-64-v3 --target cpu/x86-64-v4 --all-records --out bundles
+tvmpaged package --target cpu/x86-64-v3 --target cuda/sm_90/nvidia-h200 --all-records --out bundles
 """
 
 
@@ -25,7 +25,7 @@ tvmpaged package --target cpu/x86-64-v3 --target cpu/x86-64-v4 --all-records --o
 def run(
     specs: SpecFlags,
     target: Annotated[
-        list[str] | None, typer.Option(help="native or cpu/MICROARCHITECTURE [native].")
+        list[str] | None, typer.Option(help="native, cpu/NAME, cuda or cuda/ARCH/GPU [native].")
     ] = None,
     all_records: Annotated[
         bool, typer.Option("--all-records", help="Package every record of the targets.")

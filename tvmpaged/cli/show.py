@@ -81,6 +81,25 @@ def _options(work_dir: Path, json: bool) -> ExitCode:
     return ExitCode.DONE
 
 
+def _print_resources(rows: list[Row]) -> None:
+    """Print what the kernels take of a GPU, where they are for one."""
+    cells = [
+        (
+            row.spec,
+            row.resources.registers,
+            row.resources.shared_bytes,
+            row.resources.spill_bytes,
+            row.resources.stack_bytes,
+            percent(row.occupancy),
+        )
+        for row in rows
+        if row.resources is not None
+    ]
+    if cells:
+        columns = ("spec", "registers", "shared bytes", "spill bytes", "stack bytes", "occupancy")
+        print_table(columns, cells, title="what a thread and a block take")
+
+
 def _print(rows: list[Row], problems: list[Problem]) -> None:
     columns = ("kind", "spec", "median us", "of roof", "measured on", "threads", "state", "record")
     for place, target in dict.fromkeys((row.place, row.target) for row in rows):
@@ -99,5 +118,6 @@ def _print(rows: list[Row], problems: list[Problem]) -> None:
             if (row.place, row.target) == (place, target)
         ]
         print_table(columns, cells, title=f"{target} in {place}")
+        _print_resources([row for row in rows if (row.place, row.target) == (place, target)])
     for problem in problems:
         warn(f"{problem.place}: {problem.reason}")

@@ -1,0 +1,128 @@
+"""Artifacts for GPUs, built without one: compiled for each arch, loadable, nothing left behind.
+
+``TVMPAGED_TEST_SPECS=full`` takes every common spec for every arch (`ci/cuda.sh`).
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tvmpaged import build, schedules
+from tvmpaged.bundle import read_manifest
+from tvmpaged.nvcc import MISSING, compile_cuda, find_nvcc
+from tvmpaged.package import base_specs, package
+from tvmpaged.sm import LIMITS
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
+
+NVCC = find_nvcc()
+pytestmark = pytest.mark.skipif(NVCC is None, reason=MISSING)
+
+ARCHS = [*(f"sm_{major}{minor}" for major, minor in LIMITS), "sm_90a"]
+#: What models have: head sizes, and query heads per kv head.
+COMMON = list(product((64, 80, 96, 128, 192, 256), (1, 4, 7, 8)))
+
+
+def target(arch: str) -> TargetKey:
+    return TargetKey("cuda", arch, "a-gpu")
+
+
+def attention_specs(*sizes: tuple[str, int, int]) -> list[AttentionSpec]:
+    return [
+        AttentionSpec.make(kernel, dtype, head_dim, group_size, 16)
+        for dtype, head_dim, group_size in sizes
+        for kernel in ATTENTION_KERNELS
+    ]
+
+
+def cases() -> list[tuple[AttentionSpec, str]]:
+    if os.environ.get("TVMPAGED_TEST_SPECS") == "full":
+        common = attention_specs(*((dtype, *sizes) for dtype in DTYPES for sizes in COMMON))
+        return list(product([*common, *base_specs()], ARCHS))
+    some = attention_specs(("bfloat16", 128, 8), ("float16", 64, 3), ("float32", 80, 7))
+    rest = [AttentionSpec.make(name, "bfloat16") for name in ("decode", "merge", "append_kv")]
+    rest.append(AttentionSpec.make("copy_blocks", "float32"))
+    specs = [*some, *rest]
+    return [(spec, ARCHS[index % len(ARCHS)]) for index, spec in enumerate(specs)]
+
+
+@pytest.mark.parametrize(("spec", "arch"), cases(), ids=str)
+def test_the_default_compiles_and_keeps_all_in_registers(
+    spec: AttentionSpec, arch: str, tmp_path: Path
+) -> None:
+    choices = schedules.default_choices(spec, target(arch))
+    taken = build.build_artifact(spec, target(arch), choices, tmp_path / "kernel.so")
+    assert taken is not None
+    assert (taken.spill_bytes, taken.stack_bytes) == (0, 0)
+    assert 0 < taken.registers <= 255
+    if "isa" in choices:
+        assert taken.registers >= schedules.cuda_rules.register_estimate(spec, choices)
+        assert taken.shared_bytes == schedules.cuda_rules.shared_bytes(spec, choices)
+
+
+LOAD = """
+import sys, tempfile
+from pathlib import Path
+from tvmpaged.cuda_build import load_cuda
+from tvmpaged.nvcc import find_nvcc
+with tempfile.TemporaryDirectory() as folder:
+    load_cuda(find_nvcc(), Path(folder))
+import tvm_ffi
+module = tvm_ffi.load_module(sys.argv[1])
+print(module.get_function("decode") is not None, [each.kind for each in module.imports])
+"""
+
+
+def test_a_bundle_for_a_gpu_holds_what_each_kernel_takes_and_loads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    spec, h200 = attention_specs(("bfloat16", 128, 4))[0], TargetKey("cuda", "sm_90", "nvidia-h200")
+    (done,) = package([spec], [h200], tmp_path / "bundle", records_dir=tmp_path)
+    assert not done.failures
+    assert not done.notes
+    found = read_manifest(tmp_path / "bundle", h200)
+    assert (found.sm_arch, found.cpu_features) == ("sm_90", ())
+    assert found.built_with.toolkit is not None
+    (artifact,) = found.artifacts
+    assert artifact.choices == schedules.default_choices(spec, h200)
+    assert artifact.resources is not None
+    assert artifact.resources.registers > 64
+    # The stand-in for the driver is gone: not in the bundle, not in a folder, not in this process.
+    names = {each.name for each in (tmp_path / "bundle").rglob("*") if each.is_file()}
+    assert names == {"manifest.json", ".lock", artifact.file}
+    assert not list((tmp_path / "tmp").iterdir())
+    assert "libcuda.so" not in Path("/proc/self/maps").read_text()
+    library = tmp_path / "bundle" / str(h200) / artifact.file
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    assert "libcuda" not in needed.stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.split() == ["True", "['cuda']"]
+
+
+def test_an_unknown_arch_of_a_known_major_is_built_with_a_note(tmp_path: Path) -> None:
+    spec, odd = AttentionSpec.make("copy_blocks", "float32"), target("sm_103")
+    (done,) = package([spec], [odd], tmp_path / "bundle", records_dir=tmp_path)
+    assert not done.failures
+    assert done.notes == ("the limits of sm_103 are not known; those of sm_100 are taken",)
+
+
+def test_what_the_compiler_says_reaches_the_user() -> None:
+    assert NVCC is not None
+    with pytest.raises(ValueError, match=r"nvcc failed for sm_90:\n(.|\n)*no_such_type"):
+        compile_cuda("no_such_type x;", "sm_90", NVCC)
+
+
+def test_choices_that_cannot_fit_are_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    spec = attention_specs(("float32", 256, 8))[0]
+    choices = schedules.default_choices(spec, target("sm_90")) | {"row_tile": 8, "dim_threads": 4}
+    with pytest.raises(ValueError, match="a thread needs 1"):
+        build.build_artifact(spec, target("sm_90"), choices, tmp_path / "kernel.so")
