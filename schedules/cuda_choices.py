@@ -16,10 +16,11 @@ from tvmpaged.sm import WARP_SIZE
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec
 
 THREADS = 128
-#: Registers that leave room for three blocks of `THREADS` on a multiprocessor.
-REGISTERS = 168
+#: By the least estimate, so that three blocks of `THREADS` have room on a multiprocessor.
+REGISTERS = 156
 MOST_ROWS = 8
-MOST_KEYS = 4
+#: Keys of a step that one thread takes, best first.
+KEYS = (4, 2)
 
 
 def default_choices(spec: AttentionSpec) -> Choices:
@@ -43,19 +44,22 @@ def default_choices(spec: AttentionSpec) -> Choices:
         "lanes": lanes,
         "split_length": 256 if spec.kernel == "decode" else 1024,
     }
-    most_rows = spec.group_size or MOST_ROWS if spec.kernel == "decode" else MOST_ROWS
-    for keys in range(MOST_KEYS.bit_length() - 1, -1, -1):
-        choices["keys_per_step"] = min(THREADS, THREADS // along << keys)
-        choices["row_tile"] = min(most_rows, MOST_ROWS)
-        # Tiles of equal height: 17 rows as 6, 6, 5.
-        if spec.kernel == "decode" and spec.group_size:
-            tiles = -(-spec.group_size // choices["row_tile"])
-            choices["row_tile"] = -(-spec.group_size // tiles)
+    # Several keys in flight before many rows: what is not in flight waits for memory.
+    tries = [(rows, keys) for rows in _row_tiles(spec) for keys in KEYS]
+    for rows, keys in [*tries, *((rows, 1) for rows in _row_tiles(spec))]:
+        choices["row_tile"] = rows
+        choices["keys_per_step"] = min(THREADS, THREADS // along * keys)
         if register_estimate(spec, choices) <= REGISTERS:
-            return choices
-    while register_estimate(spec, choices) > REGISTERS and choices["row_tile"] > 1:
-        choices["row_tile"] -= 1
+            break
     return choices
+
+
+def _row_tiles(spec: AttentionSpec) -> list[int]:
+    """Return the row tiles to try, highest first; those of a decode's group are of equal height."""
+    if spec.kernel == "prefill" or not spec.group_size:
+        return list(range(MOST_ROWS, 0, -1))
+    least = -(-spec.group_size // MOST_ROWS)
+    return [-(-spec.group_size // parts) for parts in range(least, spec.group_size + 1)]
 
 
 def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:

@@ -8,9 +8,11 @@ from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, Attentio
 
 #: Widest load and store of a thread.
 VECTOR_BYTES = 16
+#: TVM starts each array in shared memory at a multiple of this.
+ALIGNMENT_BYTES = 64
 #: Registers that a walk needs besides its arrays: addresses, counters, what is in flight. Less than
 #: any compiled one took, so that nothing is refused that would fit.
-OTHER_REGISTERS = 24
+OTHER_REGISTERS = 12
 
 
 def vectors_per_thread(dim: int, choices: Choices) -> int:
@@ -35,7 +37,8 @@ def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
     folded = 0
     if choices["fold"] == "shared":
         folded = rows * int(choices["keys_per_step"] * choices["dim_threads"])
-    return 4 * (groups * (dim_v + 2 * rows) + folded)
+    parts = (groups * dim_v, groups * rows, groups * rows, folded)
+    return sum(-(-4 * part // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in parts)
 
 
 def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:

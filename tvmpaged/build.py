@@ -55,12 +55,16 @@ def build_module(spec: AttentionSpec, target: TargetKey, choices: dict[str, Any]
     """
     from tvm.s_tir import Schedule
 
-    reason = schedules.reject(spec, target, choices)
-    if reason is not None:
-        raise ValueError(f"choices for {spec} cannot be built: {reason}")
+    _check_choices(spec, target, choices)
     sch = Schedule(kernels.kernel(spec, choices))
     schedules.schedule(sch, spec, choices, target)
     return sch.mod
+
+
+def _check_choices(spec: AttentionSpec, target: TargetKey, choices: dict[str, Any]) -> None:
+    reason = schedules.reject(spec, target, choices)
+    if reason is not None:
+        raise ValueError(f"choices for {spec} cannot be built: {reason}")
 
 
 def build_artifact(
@@ -94,6 +98,7 @@ def build_artifact(
     if target.kind == "cuda":
         from tvmpaged.cuda_build import build_cuda
 
+        _check_choices(spec, target, choices)
         return build_cuda(spec, target, choices, path)
     import tvm
 

@@ -25,8 +25,8 @@ MAX_HEAD_DIM = 512
 RUN_TIME = 0
 
 #: Numerics ids fix what decides the bits besides the choices. "n1": scores and sums in float32;
-#: probabilities from a degree-6 polynomial for 2**x (kernels/exp2.py), on a GPU from its instruction;
-#: partials of one sequence merged left to right by their log-sum-exp.
+#: probabilities from a degree-6 polynomial for 2**x (kernels/exp2.py), on a GPU from its
+#: instruction; partials of one sequence merged left to right by their log-sum-exp.
 NUMERICS = ("n1",)
 
 

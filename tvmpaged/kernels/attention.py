@@ -7,12 +7,12 @@ Gimelshein 2018, "Online normalizer calculation for softmax")::
 
     worker -> item -> row_tile -> kv_step: scores = q.K   masked   maximum   probs   acc += probs.V
 
-How a tile of rows is walked is a part of its own: by a CPU's worker with vectors (`walk_vectors`) or
-by a GPU's thread block (`walk_threads`). A worker is a thread there and a block here, and all else is
-the same. Which loops are spread over threads, vectorised or unrolled is the schedule's business. What
-no schedule primitive expresses is a choice that changes the program: ``step`` "rows" (`step_rows`,
-few rows) or "columns" (`step_columns`, many), the tile sizes, and how far ahead and into which cache
-level K and V are prefetched.
+How a tile of rows is walked is a part of its own: by a CPU's worker with vectors (`walk_vectors`)
+or by a GPU's thread block (`walk_threads`). A worker is a thread there and a block here, and all
+else is the same. Which loops are spread over threads, vectorised or unrolled is the schedule's
+business. What no schedule primitive expresses is a choice that changes the program: ``step`` "rows"
+(`step_rows`, few rows) or "columns" (`step_columns`, many), the tile sizes, and how far ahead and
+into which cache level K and V are prefetched.
 
 Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
 of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and

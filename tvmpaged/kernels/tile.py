@@ -70,13 +70,15 @@ class PagedCache:
         """Return whether a cache's block stride is a multiple of `lanes` elements."""
         return tirx.truncmod(cache.strides[0], tirx.const(lanes, "int64")) == 0
 
-    def whole_strides(self, cache: Any, lanes: int) -> tuple[Expr, ...]:
-        """Return a cache's strides with that of blocks as a multiple of `lanes` elements.
+    def whole_strides(self, cache: Any, dim: Expr, lanes: int) -> tuple[Expr, ...]:
+        """Return a cache's strides as multiples of `lanes` elements; `dim` is its row's extent.
 
         On a GPU a vector is one load only where its address is known to be a multiple of its size.
         """
         each = tirx.const(lanes, "int64")
-        return (tirx.truncdiv(cache.strides[0], each) * each, *cache.strides[1:])
+        row = tirx.truncdiv(dim, each) * each
+        block = tirx.truncdiv(cache.strides[0], each) * each
+        return (block, self.shape(dim)[2] * row, row, tirx.const(1, "int64"))
 
     def at(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
         """Return the element of a cache buffer."""

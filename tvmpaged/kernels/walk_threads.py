@@ -351,13 +351,13 @@ def walk(t: Tile) -> Callable[..., Any]:
                         c.shape(c.head_dim_extent),
                         c.spec.kv_dtype,
                         data=k_cache.data,
-                        strides=c.whole_strides(k_cache, lanes),
+                        strides=c.whole_strides(k_cache, c.head_dim_extent, lanes),
                     )
                     v_whole = T.decl_buffer(
                         c.shape(c.head_dim_v_extent),
                         c.spec.kv_dtype,
                         data=v_cache.data,
-                        strides=c.whole_strides(v_cache, lanes),
+                        strides=c.whole_strides(v_cache, c.head_dim_v_extent, lanes),
                     )
                     q_rows = T.sblock_alloc_buffer((rows, vectors, lanes), "float32", scope="local")
                     acc = T.sblock_alloc_buffer((rows, vectors_v, lanes), "float32", scope="local")
