@@ -10,6 +10,7 @@ by its name with pointers, sizes and the launch's extents. Here that name is a P
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ import tvm_ffi
 from tvmpaged import PagedAttention, build, schedules
 from tvmpaged.runtime import attention as runtime
 from tvmpaged.runtime.kernel_set import Kernel
-from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
 
 TARGET = TargetKey("cuda", "sm_90", "nvidia-h200")
 OPENCL = 4  # DLPack's number of the device type
@@ -158,6 +159,21 @@ def _built(spec: AttentionSpec, changes: tuple[tuple[str, Any], ...]) -> Built:
     return Built(spec, dict(changes))
 
 
+def gpu_kernel(spec: AttentionSpec, **changes: Any) -> Kernel:
+    """Return the kernel of a spec under the untuned default but for some choices.
+
+    Built once; a test that needs half precision is skipped.
+    """
+    if "float16" in (spec.q_dtype, spec.kv_dtype, spec.out_dtype):
+        pytest.skip("PoCL 3.0 has no half precision")
+    return _kernel(_built(spec, tuple(changes.items())))
+
+
+def _kernel(found: Built) -> Kernel:
+    description = {"kind": "default", "sha256": str(found.spec)}
+    return Kernel(found, found.spec, found.choices, description)
+
+
 def gpu_attention(
     group_size: int,
     head_dim: int,
@@ -187,18 +203,15 @@ def gpu_attention(
     changes
         Choices of the attention kernels that differ from the untuned default.
     """
-    if "float16" in (dtype, kv_dtype):
-        pytest.skip("PoCL 3.0 has no half precision")
-    given = built or {}
 
     def load(specs: dict[str, AttentionSpec], *_: Any) -> dict[str, Kernel]:
         kernels = {}
         for name, spec in specs.items():
             wanted = spec.generic() if generic else spec
-            more = tuple(changes.items()) if name in ("decode", "prefill") else ()
-            found = given.get(name) or _built(wanted, more)
-            description = {"kind": "default", "sha256": str(wanted)}
-            kernels[name] = Kernel(found, spec, found.choices, description)
+            more = changes if name in ATTENTION_KERNELS else {}
+            found = (built or {}).get(name)
+            kernel = _kernel(found) if found else gpu_kernel(wanted, **more)
+            kernels[name] = replace(kernel, spec=spec)
         return kernels
 
     with mock.patch.object(runtime, "load_kernels", load):

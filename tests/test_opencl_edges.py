@@ -10,8 +10,9 @@ import pytest
 import test_append_copy
 import test_batch_invariance
 import test_edges
+import test_merge
 import test_metamorphic
-from opencl_tools import gpu_attention
+from opencl_tools import gpu_attention, gpu_kernel
 
 from tvmpaged import PagedAttention
 
@@ -50,6 +51,12 @@ def attn(generic: Attention, dtype: str) -> PagedAttention:
     return generic(3, 64, 4, dtype)
 
 
-for module in (test_edges, test_metamorphic, test_append_copy, test_batch_invariance):
+@pytest.fixture(autouse=True)
+def _merge_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tests of the merge kernel load the GPU's."""
+    monkeypatch.setattr(test_merge, "load_kernel", lambda spec, _bundle: gpu_kernel(spec))
+
+
+for module in (test_edges, test_merge, test_metamorphic, test_append_copy, test_batch_invariance):
     tests = {name: each for name, each in vars(module).items() if name.startswith("test_")}
     globals().update({name: each for name, each in tests.items() if name not in LEFT_OUT})

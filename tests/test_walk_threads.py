@@ -20,8 +20,8 @@ from tvmpaged.spec import AttentionSpec
 SIZES = [
     ("float32", 64, 3, 16, "HND"),
     ("float32", 80, 7, 1, "NHD"),
-    ("float32", 256, 2, 256, "HND"),
-    ("bfloat16", 128, 8, 16, "HND"),
+    ("float32", 256, 1, 256, "HND"),
+    ("bfloat16", 128, 4, 16, "HND"),
     ("bfloat16", 96, 17, 7, "NHD"),
 ]
 
@@ -31,7 +31,7 @@ CHOICES: list[dict[str, Any]] = [
     {"dim_threads": 1, "keys_per_step": 128, "row_tile": 1},
     {"dim_threads": 2, "keys_per_step": 64, "lanes": 2, "row_tile": 2},
     {"threads": 32, "dim_threads": 16, "keys_per_step": 8},
-    {"threads": 512, "dim_threads": 4, "keys_per_step": 128, "split_length": 128},
+    {"threads": 512, "dim_threads": 4, "keys_per_step": 128, "split_length": 128, "row_tile": 2},
     {"threads": 64, "dim_threads": 8, "keys_per_step": 8, "split_length": 512},
 ]
 
@@ -60,7 +60,7 @@ def test_every_choice_gives_the_same_numbers(
 lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     lengths,
     st.integers(1, 20),
@@ -139,7 +139,11 @@ def test_a_skipped_barrier_shows(index: int) -> None:
         ("the block after the key's is read", r"/ 16\)", "/ 16 + 1)"),
         ("keys past the end are used", r"< limit_ptr\[", "< 9 + limit_ptr["),
         ("one group of threads is left out of the fold", r"g_1 < 4", "g_1 < 3"),
-        ("a row's maximum is forgotten", r"row_max_ptr\[0\] = top_ptr\[0\]", "top_ptr[0]"),
+        (
+            "a row's maximum is forgotten",
+            r"row_max_ptr\[0\] = top_ptr",
+            "row_max_ptr[0] = 0 * top_ptr",
+        ),
     ],
 )
 def test_a_planted_fault_shows(what: str, right: str, wrong: str) -> None:
