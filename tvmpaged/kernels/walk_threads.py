@@ -19,48 +19,19 @@ is that of the last one, their score is masked and their row of V passed over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.exp2 import LOG2E
-from tvmpaged.kernels.tile import NEG_INF, Expr, Tile
+from tvmpaged.kernels.finish_threads import finish_rows
+from tvmpaged.kernels.thread_grid import Threads
+from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.sm import WARP_SIZE
 
 #: The mask that names all threads of a warp: a shuffle under it waits for those that a condition
 #: has held up.
 ALL_LANES = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Threads:
-    """How a thread block is laid over a tile of rows and a step of keys."""
-
-    tile: Tile
-
-    @property
-    def along_dim(self) -> int:
-        """Threads that share a key."""
-        return int(self.tile.choices["dim_threads"])
-
-    @property
-    def groups(self) -> int:
-        """Groups of threads, each with keys of its own."""
-        return int(self.tile.choices["threads"]) // self.along_dim
-
-    @property
-    def keys(self) -> int:
-        """Keys of a step that one group takes."""
-        return self.tile.keys // self.groups
-
-    def vectors(self, dim_cap: int) -> int:
-        """Vectors of a row that one thread holds, at most."""
-        return -(-dim_cap // (self.along_dim * self.tile.lanes))
-
-    def is_whole(self, dim: Expr) -> bool:
-        """Whether a row fills the vectors of all threads."""
-        return isinstance(dim, int) and dim % (self.along_dim * self.tile.lanes) == 0
 
 
 def _load(t: Tile) -> Callable[..., Any]:
@@ -201,104 +172,10 @@ def _weigh(t: Tile) -> Callable[..., Any]:
     return weigh
 
 
-def _finish(t: Tile) -> Callable[..., Any]:
-    """Return the program part that folds the groups of threads and writes the rows."""
-    th, c, lanes, rows = Threads(t), t.cache, t.lanes, t.rows
-    threads = th.groups * th.along_dim
-
-    @T.inline
-    def finish(
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        group,
-        kv_head,
-        q_start,
-        first,
-        row_end,
-        partial,
-        vy,
-        vx,
-        row_max,
-        row_sum,
-        acc,
-    ):
-        all_max = T.sblock_alloc_buffer((th.groups, rows), "float32", scope="shared")
-        all_sum = T.sblock_alloc_buffer((th.groups, rows), "float32", scope="shared")
-        all_acc = T.sblock_alloc_buffer((th.groups, t.head_dim_v_cap), "float32", scope="shared")
-        top = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        total = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        value = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        if vx == 0:
-            for r in T.unroll(rows):
-                all_max[vy, r] = row_max[r]
-                all_sum[vy, r] = row_sum[r]
-        T.evaluate(T.tvm_storage_sync("shared"))
-        for r in T.unroll(rows):  # sums stand in registers, which have no index at run time
-            top[0] = T.float32(NEG_INF)
-            for g in range(th.groups):
-                top[0] = T.max(top[0], all_max[g, r])
-            value[0] = T.Select(top[0] == T.float32(NEG_INF), T.float32(0), top[0])
-            total[0] = T.float32(0)
-            for g in range(th.groups):
-                total[0] = total[0] + all_sum[g, r] * T.exp2(
-                    (all_max[g, r] - value[0]) * T.float32(LOG2E)
-                )
-            value[0] = T.exp2((all_max[vy, r] - value[0]) * T.float32(LOG2E))
-            for v in T.unroll(th.vectors(t.head_dim_v_cap)):
-                if th.is_whole(c.head_dim_v) or (v * th.along_dim + vx) * lanes < c.head_dim_v:
-                    for i in T.unroll(lanes):
-                        all_acc[vy, (v * th.along_dim + vx) * lanes + i] = acc[r, v, i] * value[0]
-            T.evaluate(T.tvm_storage_sync("shared"))
-            # Rows past the end repeat the last one, and are not written.
-            if first + r < row_end:
-                for step in range(T.ceildiv(c.head_dim_v, threads)):
-                    if step * threads + vy * th.along_dim + vx < c.head_dim_v:
-                        value[0] = T.float32(0)
-                        for g in range(th.groups):
-                            value[0] = (
-                                value[0] + all_acc[g, step * threads + vy * th.along_dim + vx]
-                            )
-                        # A row that saw no token: out = 0 and lse = -inf.
-                        value[0] = T.if_then_else(
-                            total[0] == T.float32(0), T.float32(0), value[0] / total[0]
-                        )
-                        if partial < 0:
-                            out[
-                                q_start + T.truncdiv(first + r, group),
-                                kv_head * group + T.truncmod(first + r, group),
-                                step * threads + vy * th.along_dim + vx,
-                            ] = T.Cast(c.spec.out_dtype, value[0])
-                        else:
-                            partial_out[
-                                partial + T.truncdiv(first + r, group),
-                                kv_head * group + T.truncmod(first + r, group),
-                                step * threads + vy * th.along_dim + vx,
-                            ] = value[0]
-                if vy * th.along_dim + vx == 0:
-                    value[0] = T.if_then_else(
-                        total[0] == T.float32(0), T.float32(NEG_INF), top[0] + T.log(total[0])
-                    )
-                    if partial < 0:
-                        lse[
-                            q_start + T.truncdiv(first + r, group),
-                            kv_head * group + T.truncmod(first + r, group),
-                        ] = value[0]
-                    else:
-                        partial_lse[
-                            partial + T.truncdiv(first + r, group),
-                            kv_head * group + T.truncmod(first + r, group),
-                        ] = value[0]
-            T.evaluate(T.tvm_storage_sync("shared"))
-
-    return finish
-
-
 def walk(t: Tile) -> Callable[..., Any]:
     """Return the program part that takes one tile of rows over its item's kv range."""
     th, c, lanes, rows = Threads(t), t.cache, t.lanes, t.rows
-    load, score, weigh, finish = _load(t), _score(t), _weigh(t), _finish(t)
+    load, score, weigh, finish = _load(t), _score(t), _weigh(t), finish_rows(t)
     vectors, vectors_v = th.vectors(t.head_dim_cap), th.vectors(t.head_dim_v_cap)
 
     @T.inline
