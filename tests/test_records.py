@@ -36,8 +36,11 @@ def test_a_record_of_another_target_is_never_used(tmp_path: Path) -> None:
     assert records.load(tmp_path, TARGET, SPEC).choices["lanes"] == 16  # type: ignore[union-attr]
     assert records.load(tmp_path, other, SPEC).choices["lanes"] == 8  # type: ignore[union-attr]
     assert records.load(tmp_path, TargetKey("cpu", "znver4"), SPEC) is None
-    assert [each.target for each in records.load_all(tmp_path, other)] == [other]
-    assert len(list(records.load_all(tmp_path))) == 2
+    assert [each.target for each in records.load_all(tmp_path, other)[0]] == [other]
+    found, problems = records.load_all(tmp_path)
+    assert (len(found), problems) == (2, {})
+    assert records.specs(tmp_path, other) == [SPEC]
+    assert records.specs(tmp_path, TargetKey("cpu", "znver4")) == []
 
 
 def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def recorded_specs(records_dir: Path, targets: Sequence[TargetKey]) -> list[Atte
     Raises
     ------
     ValueError
-        When there is none, or one cannot be read.
+        When there is none, or one lies in a folder that names no spec.
     """
-    found = [each.spec for target in targets for each in records.load_all(records_dir, target)]
+    found = [spec for target in targets for spec in records.specs(records_dir, target)]
     if not found:
         names = ", ".join(map(str, targets))
         raise ValueError(f"records={str(records_dir)!r} holds no record for {names}")
