@@ -50,8 +50,8 @@ def tracking_uri(flag: str | None) -> str:
     if parts.scheme in ("", "file") and not os.environ.get("MLFLOW_ALLOW_FILE_STORE"):
         folder = parts.path or uri
         raise ValueError(
-            f"mlflow uri {uri!r} is a plain folder, which MLflow keeps no runs in any more; write "
-            f"--mlflow-uri {_SQLITE}{folder.rstrip('/')}/mlflow.db"
+            f"mlflow uri {hide_secrets('', uri)!r} is a plain folder, which MLflow keeps no runs in "
+            f"any more; write --mlflow-uri {_SQLITE}{folder.rstrip('/')}/mlflow.db"
         )
     return uri
 
