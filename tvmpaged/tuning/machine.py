@@ -16,7 +16,7 @@ from tvmpaged.records import Latency
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.device import measuring_process, memory_total
-from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all
+from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all, is_out_of_memory
 from tvmpaged.tuning.trial import Choices, Reason, Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
@@ -216,6 +216,6 @@ def failed(choices: Choices, answer: Answer, stage: Reason) -> Trial | None:
         return Trial(choices, reason="wrong", detail=answer.reply["wrong"])
     if "error" in answer.reply:
         detail = answer.reply["error"][:_MAX_DETAIL]
-        reason: Reason = "memory" if detail.startswith("MemoryError") else stage
+        reason: Reason = "memory" if is_out_of_memory(detail) else stage
         return Trial(choices, reason=reason, detail=detail)
     return None
