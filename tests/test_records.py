@@ -59,6 +59,8 @@ def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) ->
         ({"schema_version": 3}, "schema version 3, not 2"),
         ({"schema_version": "1"}, "schema version 1, not 2"),
         ({"latency_us": {"median": 1.0}}, "TypeError"),
+        ({"latency_us": {**vars(Latency(0.0, 1.0, 1.0, 5))}}, "0.0 us is no time"),
+        ({"latency_us": {**vars(Latency(1.0, 1.0, float("nan"), 5))}}, "nan us is no time"),
         ({"spec": "decode"}, "cannot be read"),
         ({"choices": None}, "no record"),
     ],

@@ -2,12 +2,14 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -165,6 +167,24 @@ def test_a_compiler_that_hangs_is_a_failure_and_the_others_go_on(
     finally:
         machine.close()
     assert [each.reason for each in answers] == ["time-out", "", ""]
+
+
+def test_where_there_is_no_room_to_compile_the_disk_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine([Process("faulty_worker", TESTS)], None, tmp_path, 1)
+    room = [1 << 30]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=room[0]))
+    try:
+        (answer,) = machine.compile(SPEC, TARGET, [{"fault": "raise"}])
+        assert answer.reply == {"error": "ValueError: no such thing"}
+        room[0] = 1000
+        assert machine.compile(SPEC, TARGET, [{}])[0].reply["pid"]
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            machine.compile(SPEC, TARGET, [{"fault": "raise"}])
+        assert caught.value.filename == str(tmp_path)
+    finally:
+        machine.close()
 
 
 def test_what_a_library_prints_does_not_come_between_the_answers(worker: Process) -> None:

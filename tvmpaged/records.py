@@ -50,6 +50,21 @@ class Latency:
         median, p10, p90 = (round(float(np.percentile(times_us, p)), 3) for p in (50, 10, 90))
         return cls(median, p10, p90, len(times_us), disturbed)
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Latency:
+        """Read back plain data.
+
+        Raises
+        ------
+        TypeError, ValueError
+            When it is no latency, or its times are not all finite and above 0.
+        """
+        found = cls(**data)
+        for us in (found.median, found.p10, found.p90):
+            if not 0 < us < float("inf"):
+                raise ValueError(f"{us} us is no time")
+        return found
+
     def scaled(self, factor: float) -> Latency:
         """Return the times multiplied with a factor."""
         median, p10, p90 = (round(us * factor, 3) for us in (self.median, self.p10, self.p90))
@@ -175,8 +190,8 @@ class Record:
             "spec": AttentionSpec.parse(data["spec"]),
             "target": TargetKey.parse(data["target"]),
             "choices": dict(data["choices"]),
-            "latency_us": Latency(**data["latency_us"]),
-            "default_latency_us": Latency(**data["default_latency_us"]),
+            "latency_us": Latency.read(data["latency_us"]),
+            "default_latency_us": Latency.read(data["default_latency_us"]),
         }
         return cls(**values)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from tvmpaged import records, schedules
 from tvmpaged.spec import AttentionSpec, TargetKey
-from tvmpaged.tuning.trial import Choices
+from tvmpaged.tuning.trial import Choices, Trial
 
 #: Specs whose winners are tried right after the default.
 NUM_NEIGHBOURS = 3
@@ -32,6 +33,11 @@ def neighbours(spec: AttentionSpec, target: TargetKey, work_dir: Path) -> list[C
     fitting = [each for each in others if may_be_tried(spec, target, each.choices)]
     nearest = sorted(fitting, key=lambda each: (_distance(each.spec, spec), str(each.spec)))
     return [{name: each.choices[name] for name in space} for each in nearest[:NUM_NEIGHBOURS]]
+
+
+def credible(spec: AttentionSpec, target: TargetKey, trials: Iterable[Trial]) -> list[Trial]:
+    """Return the trials of a log whose choices are ones that a search of the spec may try."""
+    return [each for each in trials if may_be_tried(spec, target, each.choices)]
 
 
 def may_be_tried(spec: AttentionSpec, target: TargetKey, choices: Choices) -> bool:
