@@ -224,11 +224,17 @@ def test_workers_die_with_their_parent() -> None:
     code = (
         "import os, sys\nfrom tvmpaged.tuning.process import Process\n"
         "worker = Process('faulty_worker', {'PYTHONPATH': sys.argv[1]})\n"
-        "print(worker.ask({}, 60).reply['pid'], flush=True)\n"
-        "worker.ask({'fault': 'hang'}, 1000)\n"
+        "pid = worker.ask({}, 60).reply['pid']\n"
+        # It hangs, and so does not see that nobody is there to ask it more.
+        "worker.send({'fault': 'hang'}, 1000)\n"
+        "print(pid, flush=True)\n"
+        "sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, TESTS["PYTHONPATH"]], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, TESTS["PYTHONPATH"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
