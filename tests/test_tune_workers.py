@@ -260,6 +260,29 @@ def test_a_signal_is_held_back_and_then_raised(number: signal.Signals) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """A shell starts what runs in the background so."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_was_given_up_is_never_taken_for_done() -> None:
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: noted.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM]
+
+
 def test_a_second_signal_is_not_held_back() -> None:
     with pytest.raises(KeyboardInterrupt), held_back():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
