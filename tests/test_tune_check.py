@@ -62,9 +62,12 @@ def faults(spec: AttentionSpec) -> dict[str, Any]:
     def empty_row(out: Any, lse: Any) -> None:
         lse[lse == -torch.inf] = -5e4
 
+    def nan_lse(out: Any, lse: Any) -> None:
+        lse[-1, -1] = torch.nan
+
     return {
         f.__name__: spoil(f)
-        for f in (shift, leave_a_head, swap_heads, forget_a_key, base_two, empty_row)
+        for f in (shift, leave_a_head, swap_heads, forget_a_key, base_two, empty_row, nan_lse)
     }
 
 

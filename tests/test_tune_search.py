@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+import xgboost
 from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 from tvm.s_tir import meta_schedule as ms
 
@@ -22,6 +23,7 @@ from tvmpaged.tuning.model_session import without_intrinsics
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.search import EXPLORE, FlatSearch, Progress, stand_in
 from tvmpaged.tuning.session import BATCH
+from tvmpaged.tuning.starts import spec_seed
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 
@@ -192,6 +194,20 @@ def test_the_seed_also_decides_what_the_model_guesses_before_it_knows(tmp_path: 
         work(machine, tmp_path / name, seed=3, trials=3 * BATCH).run()
         measured.append(machine.compiled)
     assert measured[0] == measured[1]
+
+
+def test_the_seed_reaches_xgboost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trees draw nothing as they are set up now; whoever turns on sampling relies on this."""
+    train, seen = xgboost.train, []
+
+    def watched(params: dict[str, Any], *args: Any, **options: Any) -> Any:
+        seen.append(params["seed"])
+        return train(params, *args, **options)
+
+    monkeypatch.setattr(xgboost, "train", watched)
+    for seed in (7, 8):
+        proposed(tmp_path / str(seed), seed, trials=3 * BATCH)
+    assert set(seen) == {spec_seed(seed, SPEC) % 2**31 for seed in (7, 8)}
 
 
 def test_the_search_finds_what_random_draws_do_not(tmp_path: Path) -> None:

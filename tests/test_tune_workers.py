@@ -26,7 +26,7 @@ from tvmpaged.tuning.interrupt import Interrupt, held_back
 from tvmpaged.tuning.machine import Machine, open_machine
 from tvmpaged.tuning.process import Process, ask_all
 from tvmpaged.tuning.task import HOPELESS, Task
-from tvmpaged.tuning.trial import choices_key
+from tvmpaged.tuning.trial import Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
@@ -336,11 +336,19 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
 ) -> None:
     monkeypatch.setattr(machine_module, "MEASURE_TIMEOUT_S", 5.0)
     default = schedules.default_choices(SPEC, TARGET)
-    found = {}
-    for index, name in enumerate([*C_CANDIDATES, "garbage"]):
+
+    def run(name: str, index: int) -> Trial:
         choices = default | {"planted": index}
         plant(task.machine, name, choices_key(choices))
-        found[name] = task.run(choices_key(choices), choices)
+        return task.run(choices_key(choices), choices)
+
+    # By itself, and in turns with the default, which is right.
+    alone = run("silent", 0)
+    impossible = default | {"lanes": 7}
+    task.compile([default, impossible])
+    assert task.answers[choices_key(impossible)].reason == "compile"
+    trial = task.run(choices_key(default), default)
+    found = {name: run(name, 1 + i) for i, name in enumerate([*C_CANDIDATES, "garbage"])}
     assert {name: each.reason for name, each in found.items()} == {
         "crash": "crash",
         "hang": "time-out",
@@ -348,11 +356,9 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
         "garbage": "run",
     }
     assert "SIGSEGV" in found["crash"].detail
-    assert "rows of out hold NaN" in found["silent"].detail
-    impossible = default | {"lanes": 7}
-    task.compile([default, impossible])
-    assert task.answers[choices_key(impossible)].reason == "compile"
-    trial = task.run(choices_key(default), default)
+    for each in (alone, found["silent"]):
+        assert each.reason == "wrong"
+        assert "rows of out hold NaN" in each.detail
     assert trial.latency_us is not None
     assert trial.latency_us.repeats >= timing.MIN_REPEATS
     assert 1 < trial.median_us < 1e5
