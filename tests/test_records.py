@@ -45,12 +45,16 @@ def test_a_record_of_another_target_is_never_used(tmp_path: Path) -> None:
 
 def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) -> None:
     path = records.save(tmp_path, make_record())
-    for other in (SPEC.generic(), replace(SPEC, group_size=4)):
-        wrong = records.folder(tmp_path, TARGET, other) / "record.json"
-        wrong.parent.mkdir()
+    for target, spec in (
+        (TARGET, SPEC.generic()),
+        (TARGET, replace(SPEC, group_size=4)),
+        (TargetKey("cpu", "x86-64-v3"), SPEC),
+    ):
+        wrong = records.folder(tmp_path, target, spec) / "record.json"
+        wrong.parent.mkdir(parents=True)
         wrong.write_bytes(path.read_bytes())
         with pytest.raises(ValueError, match="is the record of"):
-            records.load(tmp_path, TARGET, other)
+            records.load(tmp_path, target, spec)
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,16 @@ def test_with_another_seed_the_log_still_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 5])
+def test_trials_of_the_log_that_a_shorter_search_does_not_come_to_count(
+    tmp_path: Path, seed: int
+) -> None:
+    machine = FakeMachine(tmp_path)
+    first = work(machine, tmp_path, trials=24).run()
+    record = work(machine, tmp_path, trials=8, seed=seed, resume=True).run()
+    assert (record.trials, record.choices) == (24, first.choices)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("change", [{"lbnes": 16}, {"lanes": "x"}, {"lanes": 7}, {"step": None}])
 def test_a_line_whose_choices_mean_nothing_here_costs_that_line_only(
     tmp_path: Path, seed: int, change: dict[str, Any]
