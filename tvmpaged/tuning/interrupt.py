@@ -59,8 +59,8 @@ def held_back() -> Iterator[Interrupt]:
     try:
         yield interrupt
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     if interrupt.number:
         signal.raise_signal(interrupt.number)
         # Whoever handles it and goes on must not take what was given up for what was done.
