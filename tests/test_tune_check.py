@@ -1,5 +1,6 @@
 """Correct before fast: the check lets right kernels through and no wrong one, at every edge."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tvmpaged import reference, schedules
 from tvmpaged.cpu import native_target
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.tuning import check, limits
+from tvmpaged.tuning import check, limits, measure_worker
 from tvmpaged.tuning.case import Case
 from tvmpaged.tuning.workload import Workload
 
@@ -125,6 +126,19 @@ def test_block_tables_are_valid_and_every_set_is_used_in_turn() -> None:
     assert len(set(seen)) == 3
     for tensor in (case.q, case.k_cache, case.v_cache, case.out, case.lse):
         assert tensor.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("rotation_bytes", [1, 1 << 22])
+def test_as_many_bytes_are_read_before_the_same_again_as_were_asked_for(
+    rotation_bytes: int,
+) -> None:
+    workload = Workload(2, (1, 1), (40, 1100))
+    case = measure_worker._case(SPEC, json.dumps(workload.as_dict()), 0, rotation_bytes)
+    assert len(case.steps) >= 2
+    assert len(case.steps) * workload.kv_bytes(SPEC) >= rotation_bytes
+    # And no block is in two of them.
+    blocks = [block for step in case.steps for block in step.block_table.ravel() if block >= 0]
+    assert len(set(blocks)) == len(blocks)
 
 
 def test_a_kernel_that_touches_unused_slots_is_wrong() -> None:
