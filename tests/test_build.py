@@ -77,7 +77,7 @@ def test_the_source_hash_follows_the_kernels(
 ) -> None:
     """Every file that decides the code counts: a changed byte makes another hash."""
     before = build.source_sha256()
-    for name in ("spec.py", "worklist.py", "build.py"):
+    for name in ("spec.py", "layout.py", "worklist.py", "build.py"):
         (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
     (tmp_path / "kernels").mkdir()
     for file in Path(kernels.__file__).parent.glob("*.py"):

@@ -23,7 +23,7 @@ from tvmpaged.cpu import native_target
 from tvmpaged.freshness import CURRENT
 from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
-from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey, native_family
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -135,7 +135,7 @@ def package(
     Parameters
     ----------
     specs : sequence of AttentionSpec
-        What to compile.
+        What to compile. A native spec brings the kernels that share its cache.
     targets : sequence of TargetKey
         For what; the machine itself needs none of them.
     out : Path
@@ -162,7 +162,7 @@ def package(
     BundleError
         When the bundle or the key cannot be read, or the bundle cannot be written.
     """
-    wanted = list(dict.fromkeys([*specs, *(base_specs() if base else ())]))
+    wanted = _with_families([*specs, *(base_specs() if base else ())])
     if not wanted or not targets:
         raise ValueError("nothing to package: give specs (or --base) and a target")
     if jobs < 1:
@@ -179,6 +179,16 @@ def package(
         found.append(work.run(wanted, advance))
         done += len(wanted)
     return found
+
+
+def _with_families(specs: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+    """Return specs once each; with one kernel of a native cache come all, for none serves alone."""
+    found: dict[AttentionSpec, None] = {}
+    for spec in specs:
+        family = native_family(spec)
+        native = spec.layout == "native" and spec.kernel in family
+        found |= dict.fromkeys(family.values() if native else (spec,))
+    return list(found)
 
 
 def _silent(done: int, total: int, what: str) -> None:

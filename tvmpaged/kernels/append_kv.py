@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.tile import PagedCache
+from tvmpaged.layout import SIDE, pair_place
 from tvmpaged.spec import AttentionSpec
 
 
@@ -21,10 +22,11 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
         v            [num_tokens, num_kv_heads, head_dim_v]   free token and head strides
         k_cache      [num_blocks, num_kv_heads, block_size, head_dim]     (HND) free block stride
         v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]   (HND) free block stride
+                     (other layouts: `tvmpaged.layout`)
         slot_mapping [num_tokens] int64
     """
     lanes = choices["lanes"]
-    c = PagedCache(spec)
+    c = PagedCache(spec, choices)
     k_dim, v_dim = c.head_dim_extent, c.head_dim_v_extent
 
     @T.inline
@@ -48,6 +50,33 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                 T.truncmod(slot, c.block_size_extent),
                                 vo * lanes + vx,
                             ] = T.Cast(spec.kv_dtype, rows[token, vh, vo * lanes + vx])
+
+    def place(which: str, slot: Any, dim: Any) -> tuple[Any, Any]:
+        head_dim = spec.head_dim if which == "k" else spec.head_dim_v
+        return pair_place(which, slot, dim, spec.block_size, head_dim)
+
+    def some(first: Any, count: int) -> Any:
+        return first if count == 1 else T.Ramp(first, 1, count)
+
+    @T.inline
+    def write_pairs(rows, cache, which, token, slot, dim, step):
+        # `step` elements of a row stand side by side in a line, between those of the token's
+        # neighbours, which other threads may write: so they are stored one by one.
+        for h in range(c.num_kv_heads):
+            with T.sblock("write_pairs"):
+                vh = T.axis.opaque(c.num_kv_heads, h)
+                T.reads()
+                T.writes()
+                block: T.let[T.int64] = T.truncdiv(slot, c.block_size_extent)
+                at: T.let[T.int32] = T.Cast("int32", T.truncmod(slot, c.block_size_extent))
+                for do in range(dim // SIDE):
+                    for x in T.unroll(SIDE // step):
+                        cache[
+                            block,
+                            vh,
+                            place(which, at, do * SIDE + x * step)[0],
+                            some(place(which, at, do * SIDE + x * step)[1], step),
+                        ] = rows[token, vh, some(do * SIDE + x * step, step)]
 
     @T.prim_func(s_tir=True)
     def main(
@@ -89,7 +118,11 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                 T.writes()
                 slot: T.let[T.int64] = slot_mapping[n]
                 if slot >= T.int64(0):
-                    write(k, k_cache, n, slot, k_dim)
-                    write(v, v_cache, n, slot, v_dim)
+                    if c.pairs:
+                        write_pairs(k, k_cache, "k", n, slot, spec.head_dim, 2)
+                        write_pairs(v, v_cache, "v", n, slot, spec.head_dim_v, 1)
+                    else:
+                        write(k, k_cache, n, slot, k_dim)
+                        write(v, v_cache, n, slot, v_dim)
 
     return tvm.IRModule({spec.kernel: main.with_attr("global_symbol", spec.kernel)})

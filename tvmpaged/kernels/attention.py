@@ -9,8 +9,9 @@ Gimelshein 2018, "Online normalizer calculation for softmax")::
 
 The loops stand bare: which of them is spread over threads, vectorised or unrolled is the
 schedule's business. What no schedule primitive expresses is a choice that changes the program:
-``step`` "rows" (`step_rows`, few rows) or "columns" (`step_columns`, many), the tile sizes, and how
-far ahead and into which cache level K and V are prefetched.
+``step`` "rows" (`step_rows`, few rows), "columns" (`step_columns`, many) or "pairs" (`step_pairs`,
+for a cache in that layout), the tile sizes, and how far ahead and into which cache level K and V
+are prefetched.
 
 Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
 of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and
@@ -27,7 +28,15 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx, step_columns, step_rows, step_tiles, tile_scores, tile_values
+from tvmpaged.kernels import (
+    amx,
+    step_columns,
+    step_pairs,
+    step_rows,
+    step_tiles,
+    tile_scores,
+    tile_values,
+)
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.worklist import ITEM_FIELDS, Item
@@ -41,6 +50,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
         q            [num_tokens, num_qo_heads, head_dim]      free token and head strides
         k_cache      [num_blocks, num_kv_heads, block_size, head_dim]      (HND) free block stride
         v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]    (HND) free block stride
+                     (other layouts: `tvmpaged.layout`)
         block_table  [num_seqs, max_blocks_per_seq] int32
         work_items   [num_items, ITEM_FIELDS] int32
         work_offsets [num_workers + 1] int32
@@ -53,19 +63,23 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
     t = Tile.make(spec, choices)
     rows, keys, lanes = t.rows, t.keys, t.lanes
     columns = choices["step"] == "columns"
-    tiles = choices["isa"] == "amx"
-    step = (step_tiles if tiles else step_columns if columns else step_rows).kv_step(t)
+    tiles, pairs = choices["isa"] == "amx", choices["step"] == "pairs"
+    tiled = step_pairs if pairs else step_tiles
+    step = (tiled if tiles else step_columns if columns else step_rows).kv_step(t)
     sums = 1 if columns else lanes  # row sums are kept per lane where vectors go along the keys
     q_shape = (t.head_dim_cap, rows) if columns else (rows, t.head_dim_cap)
-    if tiles:
+    configure = amx.configure(t.registers) if tiles else None
+    restore = load_q = None
+    if pairs:
+        q_shape = (rows, t.head_dim_cap // 2)
+        load_q = step_pairs.load_q(t)
+    elif tiles:
         q_shape = (t.head_dim_cap // 2, t.columns)
-        configure, restore = amx.configure(t.registers), tile_values.restore(t)
+        restore = tile_values.restore(t)
         load_q = tile_scores.load_q(t)
-    else:
-        configure = restore = load_q = None
     q_dtype = "uint32" if tiles else "float32"
-    # The maxima of the tiles' columns are those of unscaled logits.
-    raw_max = tiles and columns
+    # The maxima of the tiles' columns, and of pairs, are those of unscaled logits.
+    raw_max = tiles and (columns or pairs)
     c = t.cache
     k_strides, v_strides = c.strides(c.head_dim_extent, "k"), c.strides(c.head_dim_v_extent, "v")
     k_shape, v_shape = c.shape(c.head_dim_extent), c.shape(c.head_dim_v_extent)
@@ -231,7 +245,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                 T.writes()
                 q_rows = T.sblock_alloc_buffer(q_shape, q_dtype)
                 acc = T.sblock_alloc_buffer((rows, t.head_dim_v_cap), "float32")
-                row_max = T.sblock_alloc_buffer((rows,), "float32")
+                row_max = T.sblock_alloc_buffer((t.columns if pairs else rows,), "float32")
                 row_sum = T.sblock_alloc_buffer((rows, sums), "float32")
                 token_of = T.sblock_alloc_buffer((t.columns,), "int32")
                 head_of = T.sblock_alloc_buffer((t.columns,), "int32")
@@ -307,7 +321,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                                 finish_rows(
                                     acc, row_max, row_sum, total, inverse, row_lse, sm_scale
                                 )
-                                if tiles:
+                                if restore is not None:
                                     restore(acc)
                                 if partial < 0:
                                     write_rows(
