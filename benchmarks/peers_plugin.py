@@ -20,16 +20,21 @@ class TvmPaged(Peer):  # type: ignore[misc]
     """`PagedAttention` with what the bundle in the environment has."""
 
     name = "tvmpaged"
+    layout = "HND"
 
     def prepare(self, c: Any, d: Any) -> None:
         """Make the instance, copy the pages, and plan the step."""
-        self.attention = PagedAttention(c.heads, c.kv_heads, c.dim, c.block, dtype=c.dtype)
-        num_blocks = d.pages.shape[0]
-        self.caches = self.attention.new_cache(num_blocks)
-        last = d.block_table[:, (c.ctx - 1) // c.block].long()
-        for index, cache in enumerate(self.caches):
-            cache.copy_(d.pages[:, index])
-            cache[last, :, (c.ctx - 1) % c.block + 1 :] = torch.nan
+        self.attention = PagedAttention(
+            c.heads, c.kv_heads, c.dim, c.block, dtype=c.dtype, kv_layout=self.layout
+        )
+        self.caches = self.attention.new_cache(d.pages.shape[0])
+        for cache in self.caches:
+            cache.fill_(torch.nan)
+        positions = torch.arange(c.ctx)
+        for blocks in d.block_table.long():
+            block, offset = blocks[positions // c.block], positions % c.block
+            k, v = (d.pages[block, index, :, offset] for index in range(2))
+            self.attention.write_kv(k, v, *self.caches, block * c.block + offset)
         query_start_loc = torch.arange(0, c.batch * c.q_len + 1, c.q_len, dtype=torch.int32)
         seq_lens = torch.full((c.batch,), c.ctx, dtype=torch.int32)
         self.plan = self.attention.plan(query_start_loc, seq_lens, d.block_table)
@@ -46,7 +51,19 @@ class TvmPaged(Peer):  # type: ignore[misc]
     def note(self) -> str:
         """Say which kernels ran."""
         kernels = self.attention.describe()["kernels"]
-        return "/".join(kernels[name]["kind"] for name in self.plan.work)
+        kinds = "/".join(kernels[name]["kind"] for name in self.plan.work)
+        return f"{kinds} {self.attention.kv_layout}"
 
 
-PEERS = [TvmPaged]
+class TvmPagedNative(TvmPaged):
+    """The same on a cache in the bundle's own layout, as the engine holds it."""
+
+    name = "tvmpaged-native"
+    layout = "native"
+
+    def supports(self, c: Any) -> str | None:
+        """Only bfloat16 has a layout of its own."""
+        return None if c.dtype == "bfloat16" else "the native layout is HND here"
+
+
+PEERS = [TvmPaged, TvmPagedNative]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tvmpaged.cpu import num_threads
+from tvmpaged.layout import inner_shape, layout_of, read_rows
 from tvmpaged.planning.step import check_step
 from tvmpaged.runtime.attention_kernels import attention_specs, check_count, load_kernels
 from tvmpaged.runtime.indices import check_copies, check_slots
@@ -43,7 +44,9 @@ class PagedAttention:
         Of the caches; default `dtype`.
     kv_layout : str, optional
         ``HND`` (default): caches ``[num_blocks, num_kv_heads, block_size, head_dim]``; ``NHD``:
-        ``[num_blocks, block_size, num_kv_heads, head_dim]``; ``native``: the bundle's fastest.
+        ``[num_blocks, block_size, num_kv_heads, head_dim]``; ``native``: the bundle's fastest. The
+        attribute of this name then says which (see `tvmpaged.layout`), and `write_kv` and `read_kv`
+        convert.
     device : str
         ``cpu``.
     bundle : path, optional
@@ -88,13 +91,14 @@ class PagedAttention:
         self.block_size = specs["decode"].block_size
         self.dtype = getattr(torch, specs["decode"].q_dtype)
         self.kv_dtype = getattr(torch, specs["decode"].kv_dtype)
-        self.kv_layout = specs["decode"].layout
         self.batch_invariant = batch_invariant
-        self._inner_shape = (self.num_kv_heads, self.block_size, self.head_dim)
-        if self.kv_layout == "NHD":
-            self._inner_shape = (self.block_size, self.num_kv_heads, self.head_dim)
         self._kernels = load_kernels(specs, bundle, strict, allow_reference)
         self._checks_arguments = all(k.kind != "reference" for k in self._kernels.values())
+        decode = self._kernels["decode"]
+        self.kv_layout = layout_of(decode.spec, decode.choices)
+        self._inner_shape = inner_shape(
+            self.kv_layout, self.num_kv_heads, self.block_size, self.head_dim
+        )
         self._num_workers = num_threads()
         self._last_plan: Callable[[], Plan | None] = lambda: None
         self._signature = (
@@ -492,10 +496,8 @@ class PagedAttention:
             raise ValueError("slot_mapping names slot -1, which holds nothing to read")
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         k, v = (
-            (cache if self.kv_layout == "NHD" else cache.transpose(1, 2))[
-                block, slots % self.block_size
-            ]
-            for cache in (k_cache, v_cache)
+            read_rows(cache, which, self.kv_layout, self.block_size, block, slots % self.block_size)
+            for which, cache in (("k", k_cache), ("v", v_cache))
         )
         return k, v
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvmpaged.runtime.kernel_set import Kernel, load_kernel
+from tvmpaged.bundle import build_command
+from tvmpaged.cpu import native_target
+from tvmpaged.layout import layout_of
+from tvmpaged.runtime.kernel_set import Kernel, load_kernel, rank_of
 from tvmpaged.runtime.plan import PHASES
 from tvmpaged.runtime.reference_kernels import reference_kernel
-from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec
+from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec, native_family
 
 #: Far above any model; keeps what is computed from it within 64 bits.
 MAX_KV_HEADS = 2**16
@@ -36,7 +40,10 @@ def attention_specs(
     kv_layout: str | None,
     device: str | torch.device,
 ) -> dict[str, AttentionSpec]:
-    """Return the spec of each kernel an instance needs; refuses what none can serve."""
+    """Return the spec of each kernel an instance needs; refuses what none can serve.
+
+    Kernels of a native cache are specialised, all three that know how it lies.
+    """
     num_qo_heads = check_count("num_qo_heads", num_qo_heads)
     num_kv_heads = check_count("num_kv_heads", num_kv_heads)
     head_dim = check_count("head_dim", head_dim)
@@ -62,16 +69,19 @@ def attention_specs(
     ):
         if str(given).rsplit(".", 1)[-1] not in allowed:
             raise ValueError(f"{name}={given!r} is not supported; allowed: {', '.join(allowed)}")
-    if layout == "native":
-        layout = "HND"  # the fastest that bundles hold so far
     sizes = (head_dim, num_qo_heads // num_kv_heads, block_size)
+    decode = AttentionSpec.make("decode", dtype, *sizes, kv_dtype=kv_dtype, layout=layout)
     return {
-        "decode": AttentionSpec.make("decode", dtype, *sizes, kv_dtype=kv_dtype, layout=layout),
-        "prefill": AttentionSpec.make("prefill", dtype, *sizes, kv_dtype=kv_dtype, layout=layout),
+        **(native_family(decode) if layout == "native" else _fixed_family(decode)),
         "merge": AttentionSpec.make("merge", dtype),
-        "append_kv": AttentionSpec.make("append_kv", dtype, kv_dtype=kv_dtype, layout=layout),
         "copy_blocks": AttentionSpec.make("copy_blocks", "float32"),
     }
+
+
+def _fixed_family(spec: AttentionSpec) -> dict[str, AttentionSpec]:
+    """Return the kernels that know how a cache lies where its spec says so."""
+    append = replace(spec.generic(), kernel="append_kv")
+    return {**{phase: replace(spec, kernel=phase) for phase in PHASES}, "append_kv": append}
 
 
 def load_kernels(
@@ -80,10 +90,17 @@ def load_kernels(
     """Load each kernel; `strict` concerns the two that have specialised artifacts.
 
     The reference is no artifact at all, so `strict` is stronger than `allow_reference`.
+
+    Raises
+    ------
+    FileNotFoundError
+        When a kernel is missing, or those found do not agree on how the cache lies.
     """
     if bundle is not None and not isinstance(bundle, str | os.PathLike):
         raise TypeError(f"bundle={bundle!r} must be a path")
     path = None if bundle is None else os.fspath(bundle)
+    if specs["decode"].layout == "native" and not _prefers_native(specs, path, strict):
+        specs = specs | _fixed_family(replace(specs["decode"], layout="HND"))
 
     def load(name: str, spec: AttentionSpec) -> Kernel:
         try:
@@ -93,4 +110,37 @@ def load_kernels(
                 raise
             return reference_kernel(spec)
 
-    return {name: load(name, spec) for name, spec in specs.items()}
+    kernels = {name: load(name, spec) for name, spec in specs.items()}
+    _check_layouts(kernels)
+    return kernels
+
+
+def _prefers_native(specs: dict[str, AttentionSpec], bundle: str | None, strict: bool) -> bool:
+    """Tell whether bundles hold all native kernels, and none for HND that goes before them."""
+    native = [
+        rank_of(specs[name], bundle, strict and name in PHASES) for name in (*PHASES, "append_kv")
+    ]
+    if None in native:
+        return False
+    others = [rank_of(replace(specs[phase], layout="HND"), bundle, strict) for phase in PHASES]
+    # Decode is compared first; a tie goes to native.
+    return None in others or native[: len(PHASES)] <= others
+
+
+def _check_layouts(kernels: dict[str, Kernel]) -> None:
+    """Refuse kernels that would read a cache otherwise than it is written."""
+    found = {
+        name: layout_of(kernels[name].spec, kernels[name].choices)
+        for name in (*PHASES, "append_kv")
+    }
+    if len(set(found.values())) > 1:
+        lines = [
+            f"  {name}: {layout} ({kernels[name].description['artifact']})"
+            for name, layout in found.items()
+        ]
+        spec = kernels["decode"].spec
+        raise FileNotFoundError(
+            f"the native kernels beside {spec} do not agree on the cache's layout:\n"
+            + "\n".join(lines)
+            + f"\nbuild them together: {build_command(spec, native_target(), True)} --replace"
+        )

@@ -95,6 +95,19 @@ def load_kernel(spec: AttentionSpec, bundle: str | None = None, strict: bool = F
     )
 
 
+def rank_of(
+    spec: AttentionSpec, bundle: str | None = None, strict: bool = False
+) -> tuple[int, int, int] | None:
+    """Return how good the artifact is that `load_kernel` would take (less is better).
+
+    None where there is none; nothing is compiled or loaded.
+    """
+    try:
+        return find(spec, host_for(native_target()), bundle, strict).accepted.rank
+    except FileNotFoundError:
+        return None
+
+
 def _compile(spec: AttentionSpec, miss: FileNotFoundError) -> None:
     """Compile a spec into the user's cache, in a process of its own.
 

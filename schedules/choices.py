@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
+from tvmpaged.layout import PAIRS
 from tvmpaged.schedules.rules import (
     IDLE,
     SCRATCH_BYTES,
@@ -16,6 +17,7 @@ from tvmpaged.schedules.rules import (
     Choices,
     has_amx,
     has_avx512,
+    native_layout,
     num_registers,
     register_tiles,
     scratch_bytes,
@@ -40,10 +42,16 @@ def _divisor(extent: int, limit: int) -> int:
 
 def default_choices(spec: AttentionSpec, target: TargetKey) -> Choices:
     """Return the untuned default: vectorised, all threads, no search behind it."""
+    native: Choices = {"layout": native_layout(spec, target)} if spec.layout == "native" else {}
     if spec.kernel not in ATTENTION_KERNELS:
-        return {} if spec.kernel == "copy_blocks" else {"lanes": 8}
+        return {} if spec.kernel == "copy_blocks" else {"lanes": 8} | native
     if has_amx(spec, target):
-        return _default_tiles(spec)
+        return native | (_default_pairs(spec) if PAIRS in native.values() else _default_tiles(spec))
+    return native | _default_vectors(spec, target)
+
+
+def _default_vectors(spec: AttentionSpec, target: TargetKey) -> Choices:
+    """Return the untuned default where no tiles are."""
     # A run-time group counts as few rows.
     few_rows = spec.kernel == "decode" and spec.group_size <= MOST_ROWS
     step = "rows" if few_rows else "columns"
@@ -106,6 +114,37 @@ def _default_tiles(spec: AttentionSpec) -> Choices:
     return choices
 
 
+def _default_pairs(spec: AttentionSpec) -> Choices:
+    """Return the untuned default on AMX where the cache holds pairs."""
+    decode = spec.kernel == "decode"
+    few_rows = decode and spec.group_size <= SIDE
+    tiles = spec.head_dim_v // SIDE
+    choices: Choices = IDLE["amx", "pairs"] | {
+        "step": "pairs",
+        "isa": "amx",
+        "lanes": SIDE,
+        "row_tile": spec.group_size,
+        "keys_per_step": 256,
+        "split_length": 512 if decode else 1024,
+        "prefetch_keys": 64 if decode else 0,
+        "prefetch_level": 2 if decode else 1,
+        "dot_keys": 2,
+        "dot_vectors": 1,
+        "weigh_rows": 1,
+        "weigh_vectors": min(2, tiles),
+    }
+    if not few_rows:
+        rows = 64 if decode or spec.head_dim <= 64 else 128
+        choices["row_tile"] = min(rows, -(-spec.group_size // SIDE) * SIDE) if decode else rows
+        while tile_scratch_bytes(spec, choices) > TILE_SCRATCH_BYTES:
+            choices["row_tile"] -= SIDE
+        # The tail of a head_dim takes tile registers of its own.
+        side = 1 if spec.head_dim % DEPTH else _divisor(choices["row_tile"] // SIDE, 2)
+        choices |= {"dot_vectors": side, "weigh_rows": side}
+        choices["weigh_vectors"] = min(4 // side, tiles)
+    return choices
+
+
 def _row_tile(spec: AttentionSpec, choices: Choices) -> int:
     if choices["step"] == "rows":
         return spec.group_size or 4
@@ -124,11 +163,11 @@ def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
         return {name: (value,) for name, value in default.items()}
     decode = spec.kernel == "decode"
     group_tiles = {spec.group_size, -(-spec.group_size // 2)} if decode else set()
-    tiles = has_amx(spec, target)
+    tiles, pairs = has_amx(spec, target), default["step"] == "pairs"
     values: dict[str, set[Any]] = {
-        "isa": {"vector", "amx"} if tiles else {"vector"},
+        "isa": {"amx"} if pairs else {"vector", "amx"} if tiles else {"vector"},
         "weigh_keys": {32, 64, 128, 256} if tiles else {DEPTH},
-        "step": {"rows", "columns"} if decode else {"columns"},
+        "step": {"pairs"} if pairs else {"rows", "columns"} if decode else {"columns"},
         "lanes": {8, _lanes(spec, target)},
         "row_tile": {8, 16, 32, 48, 64, 96, 128} | group_tiles,
         "keys_per_step": {16, 32, 64, 128} | ({256} if tiles else set()),
@@ -141,4 +180,6 @@ def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
         "weigh_rows": {1, 2, 4, 8, 16},
         "weigh_vectors": {1, 2, 3, 4, 5, 6, 8, 16},
     }
+    if spec.layout == "native":
+        values["layout"] = set()  # the default's alone, see `native_layout`
     return {name: tuple(sorted(each | {default[name]})) for name, each in values.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tvmpaged.layout import layout_of
 from tvmpaged.schedules.rules import Choices
 from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE, limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec, TargetKey
@@ -44,6 +45,8 @@ def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
 def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
     """Return why a choice list cannot be built or cannot win; None when it may be tried."""
     found, _ = limits(target.arch)
+    if layout_of(spec, choices) not in ("HND", "NHD"):
+        return f"layout={choices['layout']!r} is none that a GPU's kernels read"
     threads = choices["threads"]
     if threads % WARP_SIZE or not 0 < threads <= found.threads_per_block:
         most = found.threads_per_block

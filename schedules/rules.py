@@ -12,6 +12,7 @@ from typing import Any
 
 from tvmpaged.cpu import MICROARCHITECTURES
 from tvmpaged.kernels.tile_registers import DEPTH, NUM_REGISTERS, SIDE, TileRegisters
+from tvmpaged.layout import PAIRS, fits_pairs, layout_of, stretch
 from tvmpaged.spec import ATTENTION_KERNELS, MAX_HEAD_DIM, AttentionSpec, TargetKey
 
 Choices = dict[str, Any]
@@ -27,6 +28,7 @@ IDLE = {
     ("vector", "columns"): ROWS_ONLY | TILES_ONLY,
     ("amx", "rows"): COLUMNS_ONLY | {"dot_unroll": 1},
     ("amx", "columns"): {"dot_unroll": 1},
+    ("amx", "pairs"): {"dot_unroll": 1} | TILES_ONLY,
 }
 
 #: Bytes of one core's second-level cache that a tile's scratch may fill (all of the
@@ -45,11 +47,19 @@ def has_amx(spec: AttentionSpec, target: TargetKey) -> bool:
     """Tell whether both products of a spec can run on AMX tiles of bfloat16."""
     return (
         "amx_bf16" in MICROARCHITECTURES.get(target.arch, frozenset())
-        and spec.kernel in ATTENTION_KERNELS
         and spec.q_dtype == spec.kv_dtype == "bfloat16"
         and not spec.is_generic
         and spec.head_dim % SIDE == spec.head_dim_v % SIDE == 0
     )
+
+
+def native_layout(spec: AttentionSpec, target: TargetKey) -> str:
+    """Return the layout that all artifacts of a native spec have on a target.
+
+    It follows from what decode, prefill and append_kv of one cache have in common, so that the
+    three agree: a layout that one search had chosen for itself, the other two could not read.
+    """
+    return PAIRS if has_amx(spec, target) and fits_pairs(spec) else "HND"
 
 
 def num_registers(target: TargetKey) -> int:
@@ -67,7 +77,10 @@ def tile_scratch_bytes(spec: AttentionSpec, choices: Choices) -> int:
     """Return what a tile keeps under AMX: scores, probabilities, V's pairs, q, the accumulators."""
     keys, rows = int(choices["keys_per_step"]), -(-int(choices["row_tile"]) // SIDE) * SIDE
     pairs = 2 * int(choices["weigh_keys"]) * spec.head_dim_v
-    if spec.block_size % SIDE:  # keys of such blocks are copied first
+    if choices["step"] == "pairs":
+        if TileRegisters.value_keys(spec, choices) > stretch(spec.block_size):
+            pairs = 2 * keys * spec.head_dim_v  # lines of all keys are put together
+    elif spec.block_size % SIDE:  # keys of such blocks are copied first
         pairs += 2 * keys * (spec.head_dim + spec.head_dim_v)
     return 6 * keys * rows + pairs + rows * (2 * spec.head_dim + 4 * spec.head_dim_v)
 
@@ -99,14 +112,29 @@ def register_tiles(spec: AttentionSpec, choices: Choices) -> dict[str, int]:
 
 def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
     """Return why a choice list cannot be built or cannot win; None when it may be tried."""
-    if spec.kernel not in ATTENTION_KERNELS:
-        return None
+    reason = _reject_layout(spec, target, choices)
+    if reason or spec.kernel not in ATTENTION_KERNELS:
+        return reason
+    if (choices["isa"], choices["step"]) not in IDLE:
+        return f"step={choices['step']!r} needs isa='amx'"
     forms = {"rows": _reject_rows, "columns": _reject_columns}
     form: Rule = _reject_tiles if choices["isa"] == "amx" else forms[choices["step"]]
     for rule in (_reject_divisors, _reject_idle, _reject_row_tile, form):
         reason = rule(spec, target, choices)
         if reason:
             return reason
+    return None
+
+
+def _reject_layout(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    layout = layout_of(spec, choices)
+    if spec.layout != "native":
+        if "layout" in choices:
+            return f"layout={choices['layout']!r} is no choice where the spec says {spec.layout}"
+    elif layout != native_layout(spec, target):
+        return f"layout={layout!r} is not the native one of {target}: {native_layout(spec, target)}"
+    if spec.kernel in ATTENTION_KERNELS and (choices["step"] == "pairs") != (layout == PAIRS):
+        return f"step={choices['step']!r} does not read layout={layout!r}"
     return None
 
 
@@ -141,6 +169,8 @@ def _reject_row_tile(spec: AttentionSpec, _target: TargetKey, choices: Choices) 
         if group and rows > group:
             return f"row_tile={rows} is more than the group's {group} rows"
         return None
+    if choices["step"] == "pairs" and spec.kernel == "decode" and rows <= min(group, SIDE):
+        return None
     if rows % lanes:
         return f"row_tile={rows} is no multiple of lanes={lanes}"
     if spec.kernel == "decode" and group and rows - group >= lanes:
@@ -161,8 +191,10 @@ def _reject_tiles(spec: AttentionSpec, target: TargetKey, choices: Choices) -> s
     if some % DEPTH:
         return f"weigh_keys={some} is no multiple of {DEPTH}"
     vectors = choices["weigh_vectors"]
-    if vectors > spec.head_dim_v // SIDE or (vectors % 2 and spec.head_dim_v > SIDE):
-        return f"weigh_vectors={vectors} is odd or more than head_dim_v={spec.head_dim_v}"
+    if vectors > spec.head_dim_v // SIDE:
+        return f"weigh_vectors={vectors} is more than head_dim_v={spec.head_dim_v}"
+    if choices["step"] != "pairs" and vectors % 2 and spec.head_dim_v > SIDE:
+        return f"weigh_vectors={vectors} is odd"
     registers = TileRegisters.plan(spec, choices)
     if not registers.fits:
         return f"{len(registers.shapes)} tile registers needed of {NUM_REGISTERS}"

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from tvmpaged import PagedAttention, reference
+from tvmpaged.layout import from_hnd, inner_shape
+from tvmpaged.runtime.tensors import zero_pages
 
 #: ||out - ref|| / ||ref|| over a case, in float64; the reference has the same rounded inputs.
 TOLERANCE = {
@@ -32,7 +34,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one step over one layer."""
+    """Inputs of one step over one layer; caches of pairs are kept as HND, which the truth reads."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -137,7 +139,11 @@ def make_case(
         Stands in the caches wherever no token does.
     """
     needed = [-(-length // attn.block_size) for length in seq_lens]
-    k_cache, v_cache = (cache.fill_(unused) for cache in attn.new_cache(sum(needed) + 3))
+    layout = "NHD" if attn.kv_layout == "NHD" else "HND"
+    inner = inner_shape(layout, attn.num_kv_heads, attn.block_size, attn.head_dim)
+    k_cache, v_cache = (
+        zero_pages((sum(needed) + 3, *inner), attn.kv_dtype).fill_(unused) for _ in range(2)
+    )
     free = rng.permutation(len(k_cache)).tolist()
     block_table = np.full((len(seq_lens), max(needed, default=0) + 1), -1, np.int32)
     for seq, count in enumerate(needed):
@@ -151,7 +157,7 @@ def make_case(
         np.array(seq_lens, np.int32),
         block_table,
         causal,
-        layout=attn.kv_layout,
+        layout=layout,
     )
     for cache in case.by_slot():
         for seq, length in enumerate(seq_lens):
@@ -163,13 +169,23 @@ def make_case(
     return case
 
 
+def stored(attn: PagedAttention, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caches as the kernels read them."""
+    if attn.kv_layout == case.layout:
+        return case.k_cache, case.v_cache
+    k_cache, v_cache = (
+        from_hnd(cache, which, attn.kv_layout)
+        for which, cache in (("k", case.k_cache), ("v", case.v_cache))
+    )
+    return k_cache, v_cache
+
+
 def run(attn: PagedAttention, case: Case, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse; out held NaN before, so that a row left unwritten shows."""
     plan = attn.plan(*case.step, causal=case.causal)
     changes.setdefault("out", torch.full(case.q.shape, NAN, dtype=attn.dtype))
-    out, lse = attn.run(
-        plan, case.q, case.k_cache, case.v_cache, case.sm_scale, return_lse=True, **changes
-    )
+    caches = stored(attn, case)
+    out, lse = attn.run(plan, case.q, *caches, case.sm_scale, return_lse=True, **changes)
     return out, lse
 
 

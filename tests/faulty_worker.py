@@ -2,24 +2,42 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tvmpaged.tuning.child import serve
 
+#: Longer than any test waits, and short enough that one whose time-out is broken ends red.
+HANG_S = 45.0
+
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
-    fault = request.get("fault")
+    fault = request.get("fault") or request.get("choices", {}).get("fault")
     if fault == "crash":
         print("the last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     if fault == "hang":
-        time.sleep(1000)
+        time.sleep(HANG_S)
+    if fault == "child":
+        started = subprocess.Popen(["sleep", "60"])
+        return {"pid": started.pid}
     if fault == "exit":
         os._exit(3)
     if fault == "eat":
         bytearray(2 << 30)
+    if fault == "eat in C++":
+        print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr)
+        print("  what():  std::bad_alloc", file=sys.stderr, flush=True)
+        os.abort()
+    if fault == "garbage":
+        # Over the pipe that holds the answers, as a stray write would.
+        for each in Path("/proc/self/fd").iterdir():
+            if int(each.name) > 2 and str(each.readlink()).startswith("pipe:"):
+                os.write(int(each.name), b"\xff\xfe\x00 no JSON\n")
+                break
     if fault == "raise":
         raise ValueError("no such thing")
     if fault == "noise":
@@ -29,4 +47,5 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    time.sleep(float(os.environ.get("FAULTY_START_S", "0")))
     serve(handle)

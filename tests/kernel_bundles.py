@@ -42,6 +42,21 @@ MORE_CASES = (
     ("bfloat16", 128, 8, 16, "HND"),
 )
 
+#: Specs whose artifacts choose how the cache lies.
+NATIVE_CASES = (
+    # Pairs: tiles of V whole in a block, or halves of two; few rows, many; with a head's tail.
+    ("bfloat16", 128, 4, 32, "native"),
+    ("bfloat16", 64, 3, 16, "native"),
+    ("bfloat16", 80, 1, 48, "native"),
+    ("bfloat16", 112, 17, 16, "native"),
+    ("bfloat16", 96, 71, 64, "native"),
+    ("bfloat16", 512, 6, 256, "native"),
+    ("bfloat16", 16, 16, 32, "native"),
+    # And where native means HND.
+    ("bfloat16", 64, 3, 7, "native"),
+    ("float32", 64, 3, 16, "native"),
+)
+
 Sizes = tuple[str, int, int, int, str]
 
 
@@ -62,7 +77,9 @@ def covering_rows(*factors: tuple[object, ...]) -> list[tuple[object, ...]]:
 
 @cache
 def sizes_of(name: str) -> list[Sizes]:
-    """Return the sizes of a set: ``covering`` or ``full``."""
+    """Return the sizes of a set: ``covering``, ``full`` or ``native``."""
+    if name == "native":
+        return list(NATIVE_CASES)
     factors = (DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES)
     if name == "full":
         return [(*row, "HND") for row in product(*factors)]
@@ -81,7 +98,7 @@ def specs_of(sizes: Iterable[Sizes]) -> list[AttentionSpec]:
 
 @cache
 def bundle(name: str, jobs: int = 2) -> Path:
-    """Return the bundle of a set: ``base`` (generic), ``covering`` or ``full`` (specialised too).
+    """Return the bundle of a set: ``base`` (generic) or a set of `sizes_of` (specialised too).
 
     Built in processes of its own, so that it works where this one cannot import the compiler.
     """

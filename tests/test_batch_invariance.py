@@ -24,14 +24,17 @@ SEQ_LENS = [1, 40, 30, 700, 1300, 80, 515, 9]
 
 #: (group_size, head_dim, block_size, dtype) of specialised artifacts: decode by rows and columns.
 SPECIALISED = [(3, 64, 16, "float32"), (8, 128, 16, "bfloat16"), (48, 112, 4, "float32")]
+NATIVE = [(4, 128, 32, "bfloat16", "native"), (17, 112, 16, "bfloat16", "native")]
 
 
-@pytest.fixture(params=["float32", "float16", "bfloat16", *SPECIALISED], ids=str)
+@pytest.fixture(params=["float32", "float16", "bfloat16", *SPECIALISED, *NATIVE], ids=str)
 def attn(
     request: pytest.FixtureRequest, generic: Attention, specialised: Attention
 ) -> PagedAttention:
     if isinstance(request.param, str):
         return generic(3, 64, 16, request.param)
+    if request.param in NATIVE:
+        return specialised(*request.param[:4], layout="native", bundle_name="native")
     return specialised(*request.param)
 
 

@@ -78,13 +78,16 @@ def test_the_source_hash_follows_the_kernels(
 ) -> None:
     """Every file that decides the code counts: a changed byte makes another hash."""
     before = build.source_sha256()
-    for name in ("spec.py", "worklist.py"):
+    for name in ("spec.py", "layout.py", "worklist.py", "build.py"):
         (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
     (tmp_path / "kernels").mkdir()
     for file in Path(kernels.__file__).parent.glob("*.py"):
         (tmp_path / "kernels" / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
     assert build.source_sha256() == before
-    with (tmp_path / "kernels" / "tile.py").open("a") as file:
-        file.write("\n")
+    for name in ("spec.py", "worklist.py", "build.py", "kernels/tile.py"):
+        known = build.source_sha256()
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        assert build.source_sha256() != known, name
     assert build.source_sha256() != before

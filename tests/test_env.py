@@ -32,6 +32,27 @@ def test_env_is_json_alone_and_cuts_secrets(
     assert report["libraries"][tvm_libs.RUNTIME] == str(tvm_libs.find())
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:hunter2@host:5000", "http://***@host:5000"),
+        ("https://hunter2@host/x?token=hunter2&a=1", "https://***@host/x?token=***&a=***"),
+        # What nobody escaped: an @ and a slash in the password.
+        ("http://me:hun@ter2@host", "http://***@host"),
+        ("http://me:hunt/er2@host/path", "http://***@host/path"),
+        ("postgresql+psycopg2://me:hunter2@db/runs", "postgresql+psycopg2://***@db/runs"),
+        (
+            "API request to http://me:hunter2@host/api failed: HTTPConnectionPool(host='host')",
+            "API request to http://***@host/api failed: HTTPConnectionPool(host='host')",
+        ),
+        ("'http://a:hunter2@one', 'http://b:hunter2@two'", "'http://***@one', 'http://***@two'"),
+        ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
+    ],
+)
+def test_logins_are_cut_from_any_text(text: str, shown: str) -> None:
+    assert env.hide_secrets("", text) == shown
+
+
 def test_env_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["env"]) == 0
     out = capsys.readouterr().out

@@ -23,10 +23,11 @@ def _name(sizes: Sizes) -> str:
     return "{}-d{}-g{}-b{}-{}".format(*sizes)
 
 
-@pytest.fixture(params=sizes_of(SET), ids=_name)
+@pytest.fixture(params=[*sizes_of(SET), *sizes_of("native")], ids=_name)
 def attn(request: pytest.FixtureRequest, specialised: Attention) -> PagedAttention:
     dtype, head_dim, group_size, block_size, layout = request.param
-    return specialised(group_size, head_dim, block_size, dtype, layout=layout, bundle_name=SET)
+    name = "native" if layout == "native" else SET
+    return specialised(group_size, head_dim, block_size, dtype, layout=layout, bundle_name=name)
 
 
 def lengths(attn: PagedAttention, rng: np.random.Generator) -> list[int]:

@@ -110,8 +110,9 @@ def test_changing_any_source_changes_the_hash(
         (root / name).mkdir()
         for file in folder.glob("*.py"):
             (root / name / file.name).write_bytes(file.read_bytes())
-    for name in ("spec.py", "worklist.py"):
-        (root / name).write_bytes((sources._PACKAGE / name).read_bytes())
+    for name in sources._SOURCES:
+        if name.endswith(".py"):
+            (root / name).write_bytes((sources._PACKAGE / name).read_bytes())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_PACKAGE", root)
         patch.setattr(sources, "_schedules", lambda: root / "schedules")

@@ -39,6 +39,7 @@ FLOORS = {
     "tvmpaged.files": "base",
     "tvmpaged.freshness": "base",
     "tvmpaged.gpu": "base",
+    "tvmpaged.layout": "base",
     "tvmpaged.model_source": "base",
     "tvmpaged.nvcc": "base",
     "tvmpaged.roofs": "base",

@@ -302,6 +302,12 @@ def test_the_flag_wins_over_the_environment_and_that_over_the_default(
     assert tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
 
 
+def test_a_login_is_not_repeated_to_who_names_a_folder() -> None:
+    with pytest.raises(ValueError, match="plain folder") as refusal:
+        tracking_uri("file://me:hunter2@host/mlruns")
+    assert "hunter2" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///tmp/mlruns"])
 def test_a_plain_folder_is_refused_with_what_to_use(uri: str) -> None:
     with pytest.raises(ValueError, match=r"sqlite:///.*mlruns/mlflow\.db"):

@@ -464,7 +464,7 @@ def test_a_record_of_other_sources_is_shown_as_stale(
     monkeypatch.setattr(mlflow_fetch, "connect", lambda u, create: SimpleNamespace(client=client))
     (found,) = fetch(tmp_path, "http://server", ["r"])
     assert found.files == ("record.json",)
-    (row,) = show_records(tmp_path)
+    ((row,), _) = show_records(tmp_path)
     assert row.state == "stale"
 
 

@@ -22,7 +22,7 @@ from tvmpaged.package import Packaged, base_specs, package, parse_target
 from tvmpaged.provenance import git_state
 from tvmpaged.records import Record
 from tvmpaged.schedules import default_choices
-from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.spec import AttentionSpec, TargetKey, native_family
 
 CHOICES = default_choices(SPEC, V3)
 
@@ -111,8 +111,8 @@ def test_a_wrong_record_fails_its_spec_by_name(
 def test_only_the_targets_own_records_are_used(tmp_path: Path) -> None:
     record(tmp_path / "logs")
     assert records.load(tmp_path / "logs", V4, SPEC) is None
-    assert [each.spec for each in records.load_all(tmp_path / "logs", V3)] == [SPEC]
-    assert not list(records.load_all(tmp_path / "logs", V4))
+    assert records.specs(tmp_path / "logs", V3) == [SPEC]
+    assert records.specs(tmp_path / "logs", V4) == []
 
 
 def test_a_spec_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -168,6 +168,15 @@ def test_several_targets_and_the_base_set(tmp_path: Path) -> None:
     found = package([SPEC], [V3, V4, V3], tmp_path, compile_with=build_with_gcc)
     assert [each.target for each in found] == [V3, V4]
     assert not any(each.failures for each in found)
+
+
+def test_one_kernel_of_a_native_cache_brings_those_that_share_it(tmp_path: Path) -> None:
+    native = replace(SPEC, layout="native")
+    done = pack(tmp_path, native)
+    assert not done.failures
+    found = read_manifest(tmp_path / "bundle", V3).artifacts
+    assert {each.spec for each in found} == set(native_family(native).values())
+    assert {each.choices["layout"] for each in found} == {"HND"}  # of a CPU without tiles
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:

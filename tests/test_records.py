@@ -36,18 +36,25 @@ def test_a_record_of_another_target_is_never_used(tmp_path: Path) -> None:
     assert records.load(tmp_path, TARGET, SPEC).choices["lanes"] == 16  # type: ignore[union-attr]
     assert records.load(tmp_path, other, SPEC).choices["lanes"] == 8  # type: ignore[union-attr]
     assert records.load(tmp_path, TargetKey("cpu", "znver4"), SPEC) is None
-    assert [each.target for each in records.load_all(tmp_path, other)] == [other]
-    assert len(list(records.load_all(tmp_path))) == 2
+    assert [each.target for each in records.load_all(tmp_path, other)[0]] == [other]
+    found, problems = records.load_all(tmp_path)
+    assert (len(found), problems) == (2, {})
+    assert records.specs(tmp_path, other) == [SPEC]
+    assert records.specs(tmp_path, TargetKey("cpu", "znver4")) == []
 
 
 def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) -> None:
     path = records.save(tmp_path, make_record())
-    for other in (SPEC.generic(), replace(SPEC, group_size=4)):
-        wrong = records.folder(tmp_path, TARGET, other) / "record.json"
-        wrong.parent.mkdir()
+    for target, spec in (
+        (TARGET, SPEC.generic()),
+        (TARGET, replace(SPEC, group_size=4)),
+        (TargetKey("cpu", "x86-64-v3"), SPEC),
+    ):
+        wrong = records.folder(tmp_path, target, spec) / "record.json"
+        wrong.parent.mkdir(parents=True)
         wrong.write_bytes(path.read_bytes())
         with pytest.raises(ValueError, match="is the record of"):
-            records.load(tmp_path, TARGET, other)
+            records.load(tmp_path, target, spec)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,8 @@ def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) ->
         ({"schema_version": 3}, "schema version 3, not 2"),
         ({"schema_version": "1"}, "schema version 1, not 2"),
         ({"latency_us": {"median": 1.0}}, "TypeError"),
+        ({"latency_us": {**vars(Latency(0.0, 1.0, 1.0, 5))}}, "0.0 us is no time"),
+        ({"latency_us": {**vars(Latency(1.0, 1.0, float("nan"), 5))}}, "nan us is no time"),
         ({"spec": "decode"}, "cannot be read"),
         ({"choices": None}, "no record"),
     ],

@@ -6,6 +6,7 @@ other choices are drawn, of tiles and of vectors, over sizes that tiles do not d
 
 import ctypes
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tvmpaged.build import build_artifact
 from tvmpaged.cpu import native_target
 from tvmpaged.kernels.tile_registers import NUM_REGISTERS, TileRegisters
 from tvmpaged.schedules.rules import has_amx
-from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.spec import AttentionSpec, TargetKey, native_family
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.check import check, wrong
 
@@ -34,6 +35,14 @@ SPECS = [
     ("prefill", 64, 3, 16, "NHD"),
     ("prefill", 80, 7, 48, "HND"),
     ("prefill", 256, 71, 24, "HND"),
+]
+#: The same for caches of pairs: V's tiles whole in a block or halves of two, few rows and many.
+NATIVE_SPECS = [
+    ("decode", 80, 3, 48, "native"),
+    ("decode", 128, 16, 16, "native"),
+    ("decode", 96, 17, 32, "native"),
+    ("prefill", 112, 7, 16, "native"),
+    ("prefill", 64, 3, 32, "native"),
 ]
 
 
@@ -88,11 +97,30 @@ def test_the_configuration_is_laid_out_as_the_manual_says() -> None:
     assert tuple(zip(data[48:56], widths, strict=True)) == registers.shapes
 
 
+def test_registers_of_pairs() -> None:
+    """K and V are right operands; all else has as many rows as the group."""
+    spec = make("decode", 80, 3, 48, "native")
+    registers = TileRegisters.plan(spec, schedules.default_choices(spec, AMX))
+    assert registers.shapes == (
+        (3, 64),  # scores of 2 x 16 keys; accumulators
+        (3, 64),
+        (3, 64),  # q
+        (16, 64),  # K
+        (3, 32),  # the last 16 dims of q; probabilities of 16 keys
+        (8, 64),  # and of K; V, of which 16 keys make a tile
+    )
+    assert (registers.q, registers.k, registers.q_tail, registers.k_tail) == (2, 3, 4, 5)
+    assert (registers.acc, registers.probs, registers.v) == (0, 4, 5)
+
+
+@pytest.mark.parametrize("layout", ["HND", "native"])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 8, 15, 16, 17, 71, 256])
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
-def test_every_default_fits_the_registers(kernel: str, group_size: int) -> None:
-    for head_dim in (16, 48, 64, 80, 96, 112, 128, 192, 256, 512):
-        spec = make(kernel, head_dim, group_size, 16, "HND")
+def test_every_default_fits_the_registers(kernel: str, group_size: int, layout: str) -> None:
+    for head_dim, block_size in product(
+        (16, 48, 64, 80, 96, 112, 128, 192, 256, 512), (16,) if layout == "HND" else (16, 32)
+    ):
+        spec = make(kernel, head_dim, group_size, block_size, layout)
         choices = schedules.default_choices(spec, AMX)
         assert choices["isa"] == "amx"
         assert schedules.reject(spec, AMX, choices) is None
@@ -118,6 +146,29 @@ def test_what_tiles_cannot_do_takes_vectors(spec: AttentionSpec, target: TargetK
     assert schedules.reject(spec, target, tiles) is not None
 
 
+def test_the_native_layout_follows_from_what_kernels_of_a_cache_share() -> None:
+    """On AMX pairs where they fit, else HND; and nothing else may be built."""
+    for target, block_size, layout in (
+        (AMX, 16, "pairs"),
+        (AMX, 7, "HND"),
+        (TargetKey("cpu", "icelake-server"), 16, "HND"),
+    ):
+        decode = make("decode", 64, 3, block_size, "native")
+        for spec in native_family(decode).values():
+            choices = schedules.default_choices(spec, target)
+            assert choices["layout"] == layout
+            assert schedules.space(spec, target)["layout"] == (layout,)
+            other = choices | {"layout": "HND" if layout == "pairs" else "pairs"}
+            assert "is not the native one" in str(schedules.reject(spec, target, other))
+    fixed = make("decode", 64, 3, 16, "HND")
+    choices = schedules.default_choices(fixed, AMX)
+    assert "is no choice" in str(schedules.reject(fixed, AMX, choices | {"layout": "pairs"}))
+    for name, value in (("step", "rows"), ("isa", "vector"), ("weigh_keys", 64)):
+        decode = make("decode", 64, 3, 16, "native")
+        choices = schedules.default_choices(decode, AMX) | {name: value}
+        assert schedules.reject(decode, AMX, choices) is not None
+
+
 @pytest.fixture(scope="module")
 def merge(tmp_path_factory: pytest.TempPathFactory) -> Any:
     spec = AttentionSpec.make("merge", "bfloat16")
@@ -130,8 +181,11 @@ def build(spec: AttentionSpec, choices: dict[str, Any], folder: Path) -> Any:
     return tvm_ffi.load_module(str(path)).get_function(spec.kernel)
 
 
-@pytest.mark.parametrize("isa", ["amx", "vector"])
-@pytest.mark.parametrize("sizes", SPECS, ids=lambda each: "-".join(map(str, each)))
+@pytest.mark.parametrize(
+    ("sizes", "isa"),
+    [*product(SPECS, ("amx", "vector")), *product(NATIVE_SPECS, ("amx",))],
+    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each)),
+)
 def test_drawn_choices_equal_the_reference(
     merge: Any, tmp_path: Path, rng: np.random.Generator, sizes: Any, isa: str
 ) -> None:

@@ -27,13 +27,17 @@ def test_what_is_written_is_read_back(each: Trial) -> None:
         {"reason": "crash", "latency_us": TIMED.as_dict()["latency_us"]},
         {"reason": ""},
         {"reason": ["crash"]},
+        *(
+            {"reason": "", "latency_us": {**TIMED.as_dict()["latency_us"], "median": us}}
+            for us in (0.0, -1.0, float("nan"), float("inf"), "10")
+        ),
     ],
 )
 def test_what_is_no_trial_is_refused_and_passed_over_in_a_log(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     data = Trial({"lanes": 8}, reason="crash").as_dict() | change
-    with pytest.raises(ValueError, match="reason"):
+    with pytest.raises((TypeError, ValueError), match=r"reason|is no time|not supported"):
         Trial.from_dict(data)
     setting = Setting.here(Workload.representative(SPEC))
     with open_log(tmp_path) as log:

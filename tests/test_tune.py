@@ -111,7 +111,8 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals, code:
     child = subprocess.Popen(
         [sys.executable, "-m", "tvmpaged", "tune", *FLAGS, "--trials", "500", "--no-mlflow"],
         cwd=tmp_path,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
     log = records.folder(tmp_path / "tuning_logs", TARGET, SPEC) / "trials.jsonl"
@@ -122,7 +123,9 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals, code:
         workers = [each.pid for each in psutil.Process(child.pid).children()]
         assert len(workers) > 1
         child.send_signal(number)
-        assert child.wait(60) == code
+        _, said = child.communicate(timeout=60)
+        assert child.returncode == code
+        assert "goes on with --resume" in said.splitlines()[-1]
     finally:
         child.kill()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

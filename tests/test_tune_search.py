@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
+import xgboost
+from record_tools import make_record
 from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 from tvm.s_tir import meta_schedule as ms
 
@@ -15,13 +18,14 @@ from tvmpaged import records, schedules
 from tvmpaged.build import build_module
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency, Record
-from tvmpaged.spec import AttentionSpec
+from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.features import ChoiceFeatures, Encoder, choices_of
-from tvmpaged.tuning.model_session import without_intrinsics
+from tvmpaged.tuning.model_session import _Search, without_intrinsics
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.search import EXPLORE, FlatSearch, Progress, stand_in
 from tvmpaged.tuning.session import BATCH
+from tvmpaged.tuning.starts import neighbours, spec_seed
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 
@@ -194,6 +198,35 @@ def test_the_seed_also_decides_what_the_model_guesses_before_it_knows(tmp_path: 
     assert measured[0] == measured[1]
 
 
+def test_the_seed_reaches_xgboost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trees draw nothing as they are set up now; whoever turns on sampling relies on this."""
+    train, seen = xgboost.train, []
+
+    def watched(params: dict[str, Any], *args: Any, **options: Any) -> Any:
+        seen.append(params["seed"])
+        return train(params, *args, **options)
+
+    monkeypatch.setattr(xgboost, "train", watched)
+    for seed in (7, 8):
+        proposed(tmp_path / str(seed), seed, trials=3 * BATCH)
+    assert set(seen) == {spec_seed(seed, SPEC) % 2**31 for seed in (7, 8)}
+
+
+def test_the_model_answers_after_one_batch() -> None:
+    source, random = candidates(), np.random.default_rng(2)
+    known = [trial(source.draw(random)) for _ in range(BATCH)]
+    progress = Progress(lambda: BATCH, lambda keys: [], lambda batch: None)
+    default = schedules.default_choices(SPEC, TARGET)
+    made = _Search.make(SPEC, TARGET, [default], known, 0, progress)
+    made.strategy.pre_tuning(0, 0, [], None, made.model)
+    wrapped = [made.strategy.wrap(each.choices) for each in known]
+    first, again = (made.model.predict(made.context, wrapped) for _ in range(2))
+    # While it knows too little it answers at random, and so never the same twice.
+    assert list(first) == list(again)
+    fastest = min(range(BATCH), key=lambda index: known[index].median_us)
+    assert np.argmax(first) == fastest
+
+
 def test_the_search_finds_what_random_draws_do_not(tmp_path: Path) -> None:
     _, record = proposed(tmp_path, 1, trials=64)
     source, random = candidates(), np.random.default_rng(1)
@@ -243,6 +276,25 @@ def test_a_deadline_that_has_passed_still_measures_the_default(tmp_path: Path) -
     short.deadline = 0.0
     record = short.run()
     assert 1 <= record.trials <= 2
+
+
+def test_neighbours_are_of_the_same_target_and_kernel(tmp_path: Path) -> None:
+    default = schedules.default_choices(SPEC, TARGET)
+    near, far = replace(SPEC, block_size=32), replace(SPEC, block_size=32, group_size=2)
+    mine, further = default | {"prefetch_keys": 64}, default | {"prefetch_keys": 128, "row_tile": 2}
+    other = TargetKey("cpu", "x86-64-v4")
+    for spec, target, choices in (
+        (far, TARGET, further),
+        (near, TARGET, mine),
+        (near, other, default | {"prefetch_keys": 16}),
+        (SPEC, TARGET, default | {"prefetch_keys": 0, "prefetch_level": 1}),
+    ):
+        records.save(tmp_path, make_record(spec=spec, target=target, choices=choices))
+    # The one that is nearer comes first; its own record is no neighbour.
+    assert neighbours(SPEC, TARGET, tmp_path) == [mine, further]
+    # A record that is broken hides no other.
+    (records.folder(tmp_path, TARGET, far) / "record.json").write_text("{")
+    assert neighbours(SPEC, TARGET, tmp_path) == [mine]
 
 
 def test_a_neighbours_winner_is_tried_right_after_the_default(tmp_path: Path) -> None:

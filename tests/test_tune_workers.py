@@ -1,31 +1,32 @@
 """Workers that crash, hang or lie: each is a failure with its reason; the next one is served."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
-import torch
 
-from tvmpaged import reference, schedules
+from tvmpaged import schedules
 from tvmpaged.cpu import native_target, num_threads
 from tvmpaged.runtime import kernel_set
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.tuning import check, limits, process, timing
 from tvmpaged.tuning import machine as machine_module
-from tvmpaged.tuning.case import Case
+from tvmpaged.tuning import process, timing
+from tvmpaged.tuning.device import measuring_process, memory_total
 from tvmpaged.tuning.interrupt import Interrupt, held_back
 from tvmpaged.tuning.machine import Machine, open_machine
 from tvmpaged.tuning.process import Process, ask_all
 from tvmpaged.tuning.task import HOPELESS, Task
-from tvmpaged.tuning.trial import choices_key
+from tvmpaged.tuning.trial import Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
@@ -51,6 +52,8 @@ def test_a_worker_is_started_once(worker: Process) -> None:
     [
         ("crash", "crash", "SIGSEGV; the last words"),
         ("exit", "crash", "exit code 3"),
+        ("garbage", "crash", "its answer is no JSON: b'\\xff\\xfe"),
+        ("eat in C++", "memory", "SIGABRT; what():  std::bad_alloc"),
         ("hang", "time-out", "no answer"),
     ],
 )
@@ -58,7 +61,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced(
     worker: Process, fault: str, reason: str, detail: str
 ) -> None:
     before = worker.ask({}, 30).reply["pid"]
-    answer = worker.ask({"fault": fault}, 0.5)
+    answer = worker.ask({"fault": fault}, 0.5 if fault == "hang" else 30)
     assert (answer.reason, answer.reply) == (reason, {})
     assert detail in answer.detail
     after = worker.ask({"index": 7}, 30)
@@ -83,6 +86,105 @@ def test_a_worker_that_wants_too_much_memory_is_refused_it() -> None:
         assert worker.ask({"index": 1}, 30).reply["index"] == 1
     finally:
         worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_memory"),
+    [
+        ("MemoryError: ", True),
+        ("SIGABRT; Buffer allocation failed", True),  # LLVM
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9", True),
+        ("OSError: [Errno 12] Cannot allocate memory", True),
+        ("ValueError: choices cannot be built: lanes=7 does not divide head_dim=64", False),
+        ("SIGSEGV", False),
+    ],
+)
+def test_memory_that_was_refused_is_known_by_its_words(text: str, is_memory: bool) -> None:
+    assert process.is_out_of_memory(text) == is_memory
+
+
+def test_a_case_that_does_not_fit_is_refused_its_memory() -> None:
+    worker = measuring_process(TARGET, 1 << 30)
+    workload = Workload(8, (1,) * 8, (1000,) * 8).as_dict()
+    request = {"spec": str(SPEC), "workload": workload, "num_workers": 1, "roof": True}
+    try:
+        answer = worker.ask({**request, "rotation_bytes": 4 << 30, "candidates": []}, 60)
+        failure = machine_module.failed({}, answer, "run")
+        assert failure is not None
+        assert failure.reason == "memory", failure.detail
+    finally:
+        worker.kill()
+
+
+def test_no_worker_may_take_all_memory(task: Task) -> None:
+    task.machine.start()
+    for worker in [*task.machine.compilers, task.machine.device]:
+        limit, _ = resource.prlimit(worker.pid, resource.RLIMIT_DATA)
+        assert 0 < limit <= memory_total() // 2
+
+
+def test_what_a_worker_started_ends_with_it(worker: Process) -> None:
+    started = worker.ask({"fault": "child"}, 30).reply["pid"]
+    assert Path(f"/proc/{started}").exists()
+    worker.kill()
+    end = time.monotonic() + 10
+    while is_running(started) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(started)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for whoever takes its exit code."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_no_request_pays_for_a_workers_start() -> None:
+    worker = Process("faulty_worker", TESTS | {"FAULTY_START_S": "3"})
+    try:
+        assert worker.ask({"index": 1}, 2.5).reply["index"] == 1
+    finally:
+        worker.kill()
+
+
+def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "faulty_worker", "1"],
+        env=os.environ | TESTS,
+        input=b'{"index": 1}\n',
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_compiler_that_hangs_is_a_failure_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_module, "COMPILE_TIMEOUT_S", 1.0)
+    machine = Machine([Process("faulty_worker", TESTS) for _ in range(2)], None, tmp_path, 1)
+    try:
+        answers = machine.compile(SPEC, TARGET, [{"fault": "hang"}, {"n": 1}, {"n": 2}])
+    finally:
+        machine.close()
+    assert [each.reason for each in answers] == ["time-out", "", ""]
+
+
+def test_where_there_is_no_room_to_compile_the_disk_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine([Process("faulty_worker", TESTS)], None, tmp_path, 1)
+    room = [1 << 30]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=room[0]))
+    try:
+        (answer,) = machine.compile(SPEC, TARGET, [{"fault": "raise"}])
+        assert answer.reply == {"error": "ValueError: no such thing"}
+        room[0] = 1000
+        assert machine.compile(SPEC, TARGET, [{}])[0].reply["pid"]
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            machine.compile(SPEC, TARGET, [{"fault": "raise"}])
+        assert caught.value.filename == str(tmp_path)
+    finally:
+        machine.close()
 
 
 def test_what_a_library_prints_does_not_come_between_the_answers(worker: Process) -> None:
@@ -122,11 +224,17 @@ def test_workers_die_with_their_parent() -> None:
     code = (
         "import os, sys\nfrom tvmpaged.tuning.process import Process\n"
         "worker = Process('faulty_worker', {'PYTHONPATH': sys.argv[1]})\n"
-        "print(worker.ask({}, 60).reply['pid'], flush=True)\n"
-        "worker.ask({'fault': 'hang'}, 1000)\n"
+        "pid = worker.ask({}, 60).reply['pid']\n"
+        # It hangs, and so does not see that nobody is there to ask it more.
+        "worker.send({'fault': 'hang'}, 1000)\n"
+        "print(pid, flush=True)\n"
+        "sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, TESTS["PYTHONPATH"]], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, TESTS["PYTHONPATH"]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -137,13 +245,42 @@ def test_workers_die_with_their_parent() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_signal_is_held_back_and_then_raised() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_held_back_and_then_raised(number: signal.Signals) -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held_back() as interrupt:  # noqa: PT012
-        os.kill(os.getpid(), signal.SIGINT)
-        reached.append(interrupt())
-    assert reached == [True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # As the command line has it.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), held_back() as interrupt:  # noqa: PT012
+            os.kill(os.getpid(), number)
+            reached.append(interrupt())
+        assert reached == [True]
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """A shell starts what runs in the background so."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_was_given_up_is_never_taken_for_done() -> None:
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: noted.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == [signal.SIGTERM]
 
 
 def test_a_second_signal_is_not_held_back() -> None:
@@ -157,10 +294,12 @@ def test_a_second_signal_is_not_held_back() -> None:
 
 C_CANDIDATES = {
     "crash": "*(volatile int *)0 = 1;",
-    "hang": "for (volatile int x = 0;;) x = x + 1;",
+    # Not for ever: a time-out that is broken is a test that fails, and none that hangs.
+    "hang": "for (time_t end = time(0) + 45; time(0) < end;);",
     "silent": "",  # leaves out as it was: NaN
 }
 C_SOURCE = """
+#include <time.h>
 int __tvm_ffi_decode(void *self, const void *args, int count, void *result) {{ {body} return 0; }}
 """
 
@@ -197,11 +336,19 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
 ) -> None:
     monkeypatch.setattr(machine_module, "MEASURE_TIMEOUT_S", 5.0)
     default = schedules.default_choices(SPEC, TARGET)
-    found = {}
-    for index, name in enumerate([*C_CANDIDATES, "garbage"]):
+
+    def run(name: str, index: int) -> Trial:
         choices = default | {"planted": index}
         plant(task.machine, name, choices_key(choices))
-        found[name] = task.run(choices_key(choices), choices)
+        return task.run(choices_key(choices), choices)
+
+    # By itself, and in turns with the default, which is right.
+    alone = run("silent", 0)
+    impossible = default | {"lanes": 7}
+    task.compile([default, impossible])
+    assert task.answers[choices_key(impossible)].reason == "compile"
+    trial = task.run(choices_key(default), default)
+    found = {name: run(name, 1 + i) for i, name in enumerate([*C_CANDIDATES, "garbage"])}
     assert {name: each.reason for name, each in found.items()} == {
         "crash": "crash",
         "hang": "time-out",
@@ -209,11 +356,9 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
         "garbage": "run",
     }
     assert "SIGSEGV" in found["crash"].detail
-    assert "rows of out hold NaN" in found["silent"].detail
-    impossible = default | {"lanes": 7}
-    task.compile([default, impossible])
-    assert task.answers[choices_key(impossible)].reason == "compile"
-    trial = task.run(choices_key(default), default)
+    for each in (alone, found["silent"]):
+        assert each.reason == "wrong"
+        assert "rows of out hold NaN" in each.detail
     assert trial.latency_us is not None
     assert trial.latency_us.repeats >= timing.MIN_REPEATS
     assert 1 < trial.median_us < 1e5
@@ -234,243 +379,3 @@ def test_the_pool_is_set_up_as_serving_does(task: Task) -> None:
     assert environment["TVM_THREAD_POOL_SPIN_COUNT"] == kernel_set.SPIN_COUNT
     assert environment["TVM_NUM_THREADS"] == str(num_threads())
     assert process.START_TIMEOUT_S > machine_module.MEASURE_TIMEOUT_S
-
-
-# --- the check itself, against kernels written here --------------------------------------------
-
-
-def honest(spec: AttentionSpec) -> Any:
-    """Return a kernel that is right; it writes out and lse itself and leaves nothing to merge."""
-
-    def attention(
-        q: Any, k: Any, v: Any, table: Any, items: Any, offsets: Any, out: Any, lse: Any, *rest: Any
-    ) -> None:
-        case, _, _ = check._case(spec, 512)
-        step = case.steps[0]
-        result = reference.paged_attention(
-            q, k, v, step.query_start_loc, step.seq_lens, table, return_lse=True
-        )
-        for target, value in zip((out, lse), result, strict=True):
-            target.copy_(torch.from_numpy(value))
-
-    return attention
-
-
-def faults(spec: AttentionSpec) -> dict[str, Any]:
-    right = honest(spec)
-
-    def spoil(change: Any) -> Any:
-        def attention(*args: Any) -> None:
-            right(*args)
-            change(args[6], args[7])
-
-        return attention
-
-    def shift(out: Any, lse: Any) -> None:
-        out.mul_(1 + 4 * limits.TOLERANCE[spec.out_dtype])
-
-    def leave_a_head(out: Any, lse: Any) -> None:
-        out[-1, -1] = torch.nan
-
-    def swap_heads(out: Any, lse: Any) -> None:
-        out.copy_(out.flip(1))
-
-    def forget_a_key(out: Any, lse: Any) -> None:
-        out[-1].mul_(0.9)
-
-    def base_two(out: Any, lse: Any) -> None:
-        lse.div_(np.log(2))
-
-    def empty_row(out: Any, lse: Any) -> None:
-        lse[lse == -torch.inf] = -5e4
-
-    return {
-        f.__name__: spoil(f)
-        for f in (shift, leave_a_head, swap_heads, forget_a_key, base_two, empty_row)
-    }
-
-
-def ask(spec: AttentionSpec, attention: Any) -> str:
-    choices = schedules.default_choices(spec, TARGET) | {"split_length": 512}
-    checks = check.check(spec, attention, lambda *args: None, choices, 2)
-    assert {each.what: each.limit for each in checks} == limits.limits(spec, choices)
-    return check.wrong(checks)
-
-
-@pytest.mark.parametrize("kernel", ["decode", "prefill"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_right_numbers_pass_and_wrong_ones_do_not(kernel: str, dtype: str) -> None:
-    spec = AttentionSpec.make(kernel, dtype, 64, 3, 16)
-    assert ask(spec, honest(spec)) == ""
-    for name, attention in faults(spec).items():
-        assert ask(spec, attention), name
-
-
-def test_the_checked_step_has_the_edges() -> None:
-    for kernel in ("decode", "prefill"):
-        spec = AttentionSpec.make(kernel, "float32", 64, 3, 16)
-        workload = limits.check_workload(spec, 512)
-        lengths = set(workload.seq_lens)
-        assert {0, 1, 15, 16, 17} <= lengths
-        assert max(lengths) > 512
-        assert workload.seq_lens[1] <= workload.q_lens[1]
-        case = Case.make(spec, workload, seed=1, poison=True)
-        owned = np.unique(case.steps[0].block_table)
-        assert len(owned) < len(case.k_cache)
-        for cache in (case.k_cache, case.v_cache):
-            missing = cache.isnan().any(dim=-1).all(dim=1)
-            assert int((~missing).sum()) == sum(workload.seq_lens)
-            assert bool(missing.any())
-
-
-def test_block_tables_are_valid_and_every_set_is_used_in_turn() -> None:
-    spec = AttentionSpec.make("decode", "float32", 64, 3, 16)
-    case = Case.make(spec, Workload(2, (1, 1), (40, 33)), num_steps=3, seed=0)
-    blocks = [np.unique(step.block_table) for step in case.steps]
-    assert all(each.max() < len(case.k_cache) for each in blocks)
-    used = [
-        {int(b) for s, n in enumerate((3, 3)) for b in step.block_table[s, :n]}
-        for step in case.steps
-    ]
-    assert len(set.union(*used)) == 18
-    seen: list[int] = []
-    choices = schedules.default_choices(spec, TARGET)
-    call = case.bind(
-        lambda q, k, v, table, *rest: seen.append(int(table[0, 0])), lambda *a: None, choices, 2
-    )
-    for _ in range(4):
-        call()
-    assert seen[0] == seen[3]
-    assert len(set(seen)) == 3
-    for tensor in (case.q, case.k_cache, case.v_cache, case.out, case.lse):
-        assert tensor.data_ptr() % 64 == 0
-
-
-# --- times ---------------------------------------------------------------------------------------
-
-
-def test_disturbed_calls_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = iter(([0] * 1 + [1_000_000]) * 10_000)
-
-    class Queue:
-        total = 0
-
-        def waited_ns(self) -> int:
-            Queue.total += next(waits)
-            return Queue.total
-
-        def close(self) -> None:
-            pass
-
-    turn = [0]
-
-    def call() -> None:
-        turn[0] += 1
-        time.sleep(0.001 if turn[0] % 2 else 0.004)
-
-    monkeypatch.setattr(timing, "RunQueue", Queue)
-    monkeypatch.setattr(timing, "timed_once", _once_that_waits_on_long_calls)
-    (samples,) = timing.measure([call], min_seconds=0.05, max_seconds=2.0)
-    assert max(samples.times_us) < 3000
-    assert samples.disturbed >= len(samples.times_us) - 2
-
-
-def _once_that_waits_on_long_calls(call: Any, queue: Any) -> Any:
-    begin = time.perf_counter_ns()
-    call()
-    us = (time.perf_counter_ns() - begin) / 1e3
-    return timing.Taken(us, us < 3000, 0.0 if us < 3000 else 0.7)
-
-
-def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
-    order: list[int] = []
-
-    def contender(which: int, seconds: float) -> Any:
-        def call() -> None:
-            order.append(which)
-            time.sleep(seconds)
-
-        return call
-
-    calls = [contender(0, 0.004), contender(1, 0.001), contender(2, 0.004)]
-    samples = timing.measure(calls, min_seconds=0.0, max_seconds=0.0)
-    rounds = [order[i : i + 3] for i in range(3, len(order), 3)]
-    assert all(sorted(each) == [0, 1, 2] for each in rounds)
-    assert len({tuple(each) for each in rounds}) == 3
-    assert samples[0].speedup == 1.0
-    assert samples[1].speedup > 1.5
-    assert len(rounds) >= timing.MIN_REPEATS
-
-
-def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
-    """The first starts threads twice, so a busy machine makes it look slow; at best it is not."""
-    random = np.random.default_rng(0)
-
-    def taken(us: float, mean_delay_us: float) -> timing.Taken:
-        delay = random.exponential(mean_delay_us)
-        return timing.Taken(us + delay, False, delay / us)
-
-    rounds = [[taken(500, 3000), taken(540, 1000)] for _ in range(300)]
-    assert np.median([a.us / b.us for a, b in rounds]) > 1.2
-    assert timing._speedup(rounds, 1) < 1.3
-    quiet = [[timing.Taken(500, True, 0), timing.Taken(400, True, 0)] for _ in range(5)]
-    assert timing._speedup(rounds + quiet, 1) == 1.25
-
-
-def test_who_cannot_lead_is_let_go_at_once_and_who_may_is_timed_to_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A quiet machine is a matter of luck, so the clock is not asked."""
-    random = np.random.default_rng(0)
-
-    def rounds_of(mean_us: float, leading_speedup: float) -> int:
-        means = {first: 100.0, second: mean_us}
-        count[0] = 0
-
-        def taken(call: Any, queue: timing.RunQueue) -> timing.Taken:
-            count[0] += 1
-            return timing.Taken(means[call] * random.normal(1, 0.03), True, 0.0)
-
-        monkeypatch.setattr(timing, "timed_once", taken)
-        timing.measure(
-            [first, second],
-            min_seconds=60.0,
-            max_seconds=60.0,
-            max_repeats=100,
-            leading_speedup=leading_speedup,
-        )
-        return count[0] // 2
-
-    def first() -> None: ...
-    def second() -> None: ...
-
-    count = [0]
-    assert rounds_of(200, leading_speedup=1.0) == timing.MIN_REPEATS
-    assert timing.MIN_REPEATS < rounds_of(105, leading_speedup=1.0) < 100
-    assert [rounds_of(mean, leading_speedup=1.0) for mean in (100, 98, 90)] == [100, 100, 100]
-
-
-def test_on_a_busy_machine_only_the_hopeless_are_let_go() -> None:
-    def rounds(slower: float) -> list[list[timing.Taken]]:
-        return [[timing.Taken(100, False, 1), timing.Taken(100 * slower, False, 1)]] * 9
-
-    assert timing.highest_speedup(rounds(1.4)) > 1.0
-    assert timing.highest_speedup(rounds(1.6)) < 1.0
-
-
-def test_waiting_for_a_core_is_seen() -> None:
-    busy = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(4 * len(os.sched_getaffinity(0)))
-    ]
-    queue = timing.RunQueue()
-    try:
-        before, end = queue.waited_ns(), time.monotonic() + 0.5
-        while time.monotonic() < end:
-            threading.active_count()
-        assert queue.waited_ns() - before > 50e6
-    finally:
-        queue.close()
-        for each in busy:
-            each.kill()
-            each.wait()

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_tools import SPEC, V3, artifact, header, key_pair, library, put
+from bundle_tools import OTHER_SPEC, SPEC, V3, artifact, header, key_pair, library, put
 
 from tvmpaged import records, verify_numbers
 from tvmpaged.build import source_sha256
 from tvmpaged.bundle import BundleError, load_private_key, read_manifest, write
 from tvmpaged.cli.app import main
 from tvmpaged.cpu import cpu_model, native_target, num_threads
-from tvmpaged.package import package
+from tvmpaged.package import package, recorded_specs
 from tvmpaged.runtime.attention import PagedAttention
 from tvmpaged.show import show_bundles
 from tvmpaged.spec import AttentionSpec, TargetKey
@@ -179,7 +179,6 @@ def test_show_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["show", "none"]) == 1
     assert main(["show"]) == 0
     assert "cannot be opened" in capsys.readouterr().err
-    assert main(["show", "--records"]) == 1
     assert main(["show", "bundle", "--records"]) == 2
 
 
@@ -192,7 +191,44 @@ def test_show_records_on_the_command_line(
     assert main(["show", "--records", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["kind"], row["state"], row["median_us"]) == ("record", "current", 12.5)
-    assert len(list(records.load_all(tmp_path / "tuning_logs"))) == 1
+
+
+@pytest.mark.parametrize("what", ["--records", "--options"])
+def test_where_nothing_was_tuned_yet_there_is_nothing_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    assert main(["show", what]) == 0
+    assert "tvmpaged tune writes them" in capsys.readouterr().err
+    assert main(["show", what, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data.get("rows", data.get("options")) == []
+    # A folder that was named is another matter.
+    assert main(["show", what, "--work-dir", "none"]) == 1
+    assert "work-dir='none' is no folder" in capsys.readouterr().err
+
+
+def test_a_record_that_is_broken_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from test_package import record
+
+    made = record(tmp_path / "tuning_logs", device=cpu_model(), num_threads=num_threads())
+    other = records.folder(tmp_path / "tuning_logs", made.target, OTHER_SPEC) / "record.json"
+    for text in ("{", "[]", "\x80\x04K\x01."):
+        other.parent.mkdir(exist_ok=True)
+        other.write_text(text)
+        assert main(["show", "--records", "--json"]) == 3
+        data = json.loads(capsys.readouterr().out)
+        assert [row["spec"] for row in data["rows"]] == [str(SPEC)]
+        (problem,) = data["problems"]
+        assert problem["place"].endswith(f"{OTHER_SPEC}/record.json")
+        assert "is no record" in problem["reason"]
+        assert main(["show", "--records"]) == 3
+        captured = capsys.readouterr()
+        assert str(SPEC) in captured.out
+        assert "is no record" in captured.err
+    # And it is packaged beside the one that fails by name.
+    assert recorded_specs(tmp_path / "tuning_logs", [made.target]) == [SPEC, OTHER_SPEC]
 
 
 def test_verify_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,8 @@ _VARIABLES = (
     "TVM_THREAD_POOL_SPIN_COUNT",
 )
 _SECRET_NAME = re.compile(r"KEY|PASSWORD|SECRET|TOKEN|CREDENTIAL", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+#: Up to the last @: a password that nobody escaped may hold an @ or a slash of its own.
+_URL_LOGIN = re.compile(r"(?<=://)[^\s'\"<>]*@")
 _URL_QUERY = re.compile(r"(?<=[?&])([^=&\s]+)=[^&\s]*")
 
 _CHILD_TIMEOUT_S = 60

@@ -25,7 +25,7 @@ from tvmpaged.gpu import native_gpu
 from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
 from tvmpaged.sm import limits
-from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey, native_family
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -88,9 +88,9 @@ def recorded_specs(records_dir: Path, targets: Sequence[TargetKey]) -> list[Atte
     Raises
     ------
     ValueError
-        When there is none, or one cannot be read.
+        When there is none, or one lies in a folder that names no spec.
     """
-    found = [each.spec for target in targets for each in records.load_all(records_dir, target)]
+    found = [spec for target in targets for spec in records.specs(records_dir, target)]
     if not found:
         names = ", ".join(map(str, targets))
         raise ValueError(f"records={str(records_dir)!r} holds no record for {names}")
@@ -137,7 +137,7 @@ def package(
     Parameters
     ----------
     specs : sequence of AttentionSpec
-        What to compile.
+        What to compile. A native spec brings the kernels that share its cache.
     targets : sequence of TargetKey
         For what; the machine itself needs none of them.
     out : Path
@@ -164,7 +164,7 @@ def package(
     BundleError
         When the bundle or the key cannot be read, or the bundle cannot be written.
     """
-    wanted = list(dict.fromkeys([*specs, *(base_specs() if base else ())]))
+    wanted = _with_families([*specs, *(base_specs() if base else ())])
     if not wanted or not targets:
         raise ValueError("nothing to package: give specs (or --base) and a target")
     if jobs < 1:
@@ -181,6 +181,16 @@ def package(
         found.append(work.run(wanted, advance))
         done += len(wanted)
     return found
+
+
+def _with_families(specs: Sequence[AttentionSpec]) -> list[AttentionSpec]:
+    """Return specs once each; with one kernel of a native cache come all, for none serves alone."""
+    found: dict[AttentionSpec, None] = {}
+    for spec in specs:
+        family = native_family(spec)
+        native = spec.layout == "native" and spec.kernel in family
+        found |= dict.fromkeys(family.values() if native else (spec,))
+    return list(found)
 
 
 def _silent(done: int, total: int, what: str) -> None:

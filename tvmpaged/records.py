@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,21 @@ class Latency:
         median, p10, p90 = (round(float(np.percentile(times_us, p)), 3) for p in (50, 10, 90))
         return cls(median, p10, p90, len(times_us), disturbed)
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Latency:
+        """Read back plain data.
+
+        Raises
+        ------
+        TypeError, ValueError
+            When it is no latency, or its times are not all finite and above 0.
+        """
+        found = cls(**data)
+        for us in (found.median, found.p10, found.p90):
+            if not 0 < us < float("inf"):
+                raise ValueError(f"{us} us is no time")
+        return found
+
     def scaled(self, factor: float) -> Latency:
         """Return the times multiplied with a factor."""
         median, p10, p90 = (round(us * factor, 3) for us in (self.median, self.p10, self.p90))
@@ -89,6 +104,7 @@ class Record:
         What bounds the kernel: bytes of K and V read (decode) or operations (prefill), per second.
     roof_gb_per_s, roof_gflop_per_s : float or None
         The same of this machine's measured roof, see `tvmpaged.roofs`; None when it is not known.
+        Measured in turns with the winner, and given by the winner's rate and `roof_fraction`.
     roof_fraction : float or None
         The winner's rate by the roof's, timed in turns.
     gpu : dict or None
@@ -174,8 +190,8 @@ class Record:
             "spec": AttentionSpec.parse(data["spec"]),
             "target": TargetKey.parse(data["target"]),
             "choices": dict(data["choices"]),
-            "latency_us": Latency(**data["latency_us"]),
-            "default_latency_us": Latency(**data["default_latency_us"]),
+            "latency_us": Latency.read(data["latency_us"]),
+            "default_latency_us": Latency.read(data["default_latency_us"]),
         }
         return cls(**values)
 
@@ -205,21 +221,46 @@ def load(root: Path, target: TargetKey, spec: AttentionSpec) -> Record | None:
     return record
 
 
-def load_all(root: Path, target: TargetKey | None = None) -> Iterator[Record]:
-    """Yield the records under a folder, in order; of one target or of all.
+def load_all(root: Path, target: TargetKey | None = None) -> tuple[list[Record], dict[Path, str]]:
+    """Return the records under a folder, in order, and why others cannot be read.
+
+    Parameters
+    ----------
+    root : Path
+        Holds ``<target>/<spec>/``.
+    target : TargetKey, optional
+        Only its records.
+
+    Returns
+    -------
+    found : list of Record
+        In the order of their folders' names.
+    problems : dict
+        File -> what is wrong with it: one that is broken takes no other with it.
+    """
+    found, problems = [], {}
+    for path in sorted((root if target is None else root / str(target)).rglob(RECORD_NAME)):
+        parts = path.relative_to(root).parts
+        try:
+            of = TargetKey.parse("/".join(parts[:-2])), AttentionSpec.parse(path.parent.name)
+            record = load(root, *of)
+        except ValueError as error:
+            problems[path] = str(error)
+        else:
+            found += [record] if record is not None else []
+    return found, problems
+
+
+def specs(root: Path, target: TargetKey) -> list[AttentionSpec]:
+    """Return the specs that have a record for a target, whether or not it can be read.
 
     Raises
     ------
     ValueError
-        As `load`.
+        When a record lies in a folder that names no spec.
     """
-    for path in sorted(root.rglob(RECORD_NAME)):
-        parts = path.relative_to(root).parts
-        found = TargetKey.parse("/".join(parts[:-2]))
-        if target in (None, found):
-            record = load(root, found, AttentionSpec.parse(parts[-2]))
-            if record is not None:
-                yield record
+    found = (root / str(target)).glob(f"*/{RECORD_NAME}")
+    return [AttentionSpec.parse(path.parent.name) for path in sorted(found)]
 
 
 def save(root: Path, record: Record) -> Path:

@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder that cannot be used, and why."""
+    """A folder or a record that cannot be used, and why."""
 
     place: str
     reason: str
@@ -79,15 +79,10 @@ def show_bundles(bundle: Path | None = None) -> tuple[list[Row], list[Problem]]:
     return rows, problems
 
 
-def show_records(folder: Path) -> list[Row]:
-    """Return the records in a folder.
-
-    Raises
-    ------
-    ValueError
-        When one of them cannot be read.
-    """
-    return [
+def show_records(folder: Path) -> tuple[list[Row], list[Problem]]:
+    """Return the records in a folder, and those that cannot be read."""
+    found, problems = records.load_all(folder)
+    rows = [
         Row(
             place=str(folder),
             target=str(each.target),
@@ -100,8 +95,9 @@ def show_records(folder: Path) -> list[Row]:
             record_id=each.record_id,
             roof_fraction=each.roof_fraction,
         )
-        for each in records.load_all(folder)
+        for each in found
     ]
+    return rows, [Problem(str(path), reason) for path, reason in problems.items()]
 
 
 def _artifact_row(folder: Folder, artifact: Artifact) -> Row:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 #: What decides an artifact's code, besides spec, choices and the compiler.
 _PACKAGE = Path(__file__).parent
-_SOURCES = ("spec.py", "worklist.py", "kernels", "schedules")
+_SOURCES = ("spec.py", "layout.py", "worklist.py", "build.py", "kernels", "schedules")
 
 
 def source_sha256() -> str:

@@ -220,6 +220,14 @@ class AttentionSpec:
         )
 
 
+def native_family(spec: AttentionSpec) -> dict[str, AttentionSpec]:
+    """Return, by kernel, the specs that share a native cache: all that know how it lies.
+
+    They are built together, because each is of no use without the others.
+    """
+    return {name: replace(spec, kernel=name) for name in (*ATTENTION_KERNELS, "append_kv")}
+
+
 _SIZE = r"any|[1-9]\d*"
 _SPEC = re.compile(
     r"(?P<kernel>\w+)-q\.(?P<q>\w+)-kv\.(?P<kv>\w+)-o\.(?P<o>\w+)"

@@ -57,6 +57,7 @@ class Accepted:
     artifact: Artifact
     kind: str
     why: str
+    rank: tuple[int, int, int]  # kind and distance; less is better
 
     @property
     def path(self) -> Path:
@@ -140,8 +141,7 @@ def resolve(
     Resolution
         Never raises for a candidate; `Resolution.require` raises when all are rejected.
     """
-    ranked: list[tuple[tuple[int, int, int], Accepted]] = []
-    rejected = []
+    accepted, rejected = [], []
     for folder in candidates:
         manifest = folder.manifest
         if manifest is None:
@@ -161,12 +161,10 @@ def resolve(
             continue
         kind = artifact.kind if artifact is exact else "generic"
         distance, how = _distance(manifest, host)
-        ranked.append(
-            ((KINDS.index(kind), *distance), Accepted(folder, artifact, kind, f"{kind}, {how}"))
-        )
-    ranked.sort(key=lambda each: each[0])  # stable: the search path breaks ties
-    accepted = tuple(each for _, each in ranked)
-    return Resolution(spec, host, strict, accepted, tuple(rejected))
+        rank = (KINDS.index(kind), *distance)
+        accepted.append(Accepted(folder, artifact, kind, f"{kind}, {how}", rank))
+    accepted.sort(key=lambda each: each.rank)  # stable: the search path breaks ties
+    return Resolution(spec, host, strict, tuple(accepted), tuple(rejected))
 
 
 def unusable(manifest: Manifest, host: Host) -> str:

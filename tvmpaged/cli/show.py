@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, warn
-from tvmpaged.cli.errors import ExitCode
+from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
+from tvmpaged.cli.errors import ExitCode, exit_code
 
 if TYPE_CHECKING:
     from tvmpaged.show import Problem, Row
@@ -31,7 +31,7 @@ def run(
     options: Annotated[
         bool, typer.Option("--options", help="Show what each option was worth in the searches.")
     ] = False,
-    work_dir: Annotated[Path, typer.Option(help="Where records lie.")] = Path("tuning_logs"),
+    work_dir: Annotated[Path | None, typer.Option(help="Where records lie [tuning_logs].")] = None,
     json: JsonFlag = False,
 ) -> ExitCode:
     """Show what a bundle or the records hold: tuned or not, measured on what, stale or not."""
@@ -39,16 +39,22 @@ def run(
 
     if (bundle is not None) + records + options > 1:
         raise ValueError("give one of a bundle, --records and --options")
-    if (records or options) and not work_dir.is_dir():
+    # What was named must be there; where nothing was tuned yet there is nothing to show.
+    if (records or options) and work_dir is not None and not work_dir.is_dir():
         raise FileNotFoundError(f"work-dir={str(work_dir)!r} is no folder")
+    logs = work_dir or Path("tuning_logs")
     if options:
-        return _options(work_dir, json)
-    rows, problems = (show.show_records(work_dir), []) if records else show.show_bundles(bundle)
+        return _options(logs, json)
+    rows, problems = show.show_records(logs) if records else show.show_bundles(bundle)
     if json:
         payload = {"rows": list(map(asdict, rows)), "problems": list(map(asdict, problems))}
         print_json(payload, show.SCHEMA_VERSION)
     else:
         _print(rows, problems)
+    if records:
+        if not rows and not problems:
+            say(f"no record in {logs}; tvmpaged tune writes them")
+        return exit_code(len(problems), len(rows) + len(problems))
     # A place of the search path may be empty; a bundle that was named must hold.
     return ExitCode.FAILED if problems and bundle is not None else ExitCode.DONE
 
@@ -76,6 +82,8 @@ def _options(work_dir: Path, json: bool) -> ExitCode:
     ]
     columns = ("option", "searches", "worth", "most", "won", "most in")
     print_table(columns, cells, title=f"searches in {work_dir}")
+    if not rows:
+        say(f"no search in {work_dir}; tvmpaged tune writes them")
     if idle:
         warn(f"never worth more than the noise of {NOISE:.0%}: {', '.join(idle)}")
     return ExitCode.DONE

@@ -82,8 +82,14 @@ def run(
     if dry_run:
         _print_plan(tuning.estimate(wanted, key, settings), json)
         return ExitCode.DONE
-    with show_progress() as on_status:
-        results = tuning.tune(wanted, key, settings, on_status=on_status, on_warning=warn)
+    try:
+        with show_progress() as on_status:
+            results = tuning.tune(wanted, key, settings, on_status=on_status, on_warning=warn)
+    except KeyboardInterrupt:
+        say(
+            f"given up; the trials so far are in {work_dir}: the same command goes on with --resume"
+        )
+        raise
     return _finish(results, json)
 
 

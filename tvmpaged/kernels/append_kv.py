@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.tile import WHOLE, PagedCache
+from tvmpaged.layout import SIDE, pair_place
 from tvmpaged.spec import AttentionSpec
 
 
@@ -38,6 +39,41 @@ def _by_worker(c: PagedCache, choices: dict[str, Any]) -> Callable[..., Any]:
                                 T.truncmod(slot, c.block_size_extent),
                                 vo * lanes + vx,
                             ] = T.Cast(dtype, rows[token, vh, vo * lanes + vx])
+
+    return write
+
+
+def _by_pairs(c: PagedCache, which: str) -> Callable[..., Any]:
+    """Return the program part that writes one token's rows of K or V into a cache of pairs.
+
+    The elements of a row that stand side by side in a line stand between those of the token's
+    neighbours, which other threads may write: so they are stored one by one.
+    """
+    head_dim, count = (c.spec.head_dim, 2) if which == "k" else (c.spec.head_dim_v, 1)
+
+    def place(slot: Any, dim: Any) -> tuple[Any, Any]:
+        return pair_place(which, slot, dim, c.spec.block_size, head_dim)
+
+    def some(first: Any) -> Any:
+        return first if count == 1 else T.Ramp(first, 1, count)
+
+    @T.inline
+    def write(rows, cache, token, slot, dim):
+        for h in range(c.num_kv_heads):
+            with T.sblock("write_pairs"):
+                vh = T.axis.opaque(c.num_kv_heads, h)
+                T.reads()
+                T.writes()
+                block: T.let[T.int64] = T.truncdiv(slot, c.block_size_extent)
+                at: T.let[T.int32] = T.Cast("int32", T.truncmod(slot, c.block_size_extent))
+                for do in range(head_dim // SIDE):
+                    for x in T.unroll(SIDE // count):
+                        cache[
+                            block,
+                            vh,
+                            place(at, do * SIDE + x * count)[0],
+                            some(place(at, do * SIDE + x * count)[1]),
+                        ] = rows[token, vh, some(do * SIDE + x * count)]
 
     return write
 
@@ -93,12 +129,15 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
         v            [num_tokens, num_kv_heads, head_dim_v]   free token and head strides
         k_cache      [num_blocks, num_kv_heads, block_size, head_dim]     (HND) free block stride
         v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]   (HND) free block stride
+                     (other layouts: `tvmpaged.layout`)
         slot_mapping [num_tokens] int64
     """
-    c, lanes = PagedCache(spec), choices["lanes"]
+    c, lanes = PagedCache(spec, choices), choices["lanes"]
     k_dim, v_dim = c.head_dim_extent, c.head_dim_v_extent
 
-    write = (_by_threads if "threads" in choices else _by_worker)(c, choices)
+    write_k = write_v = (_by_threads if "threads" in choices else _by_worker)(c, choices)
+    if c.pairs:
+        write_k, write_v = _by_pairs(c, "k"), _by_pairs(c, "v")
 
     @T.prim_func(s_tir=True)
     def main(
@@ -143,7 +182,7 @@ def append_kv(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
                 T.writes()
                 slot: T.let[T.int64] = slot_mapping[n]
                 if slot >= T.int64(0):
-                    write(k, k_cache, n, slot, k_dim)
-                    write(v, v_cache, n, slot, v_dim)
+                    write_k(k, k_cache, n, slot, k_dim)
+                    write_v(v, v_cache, n, slot, v_dim)
 
     return tvm.IRModule({spec.kernel: main.with_attr("global_symbol", spec.kernel)})

@@ -11,8 +11,8 @@ How a tile of rows is walked is a part of its own: by a CPU's worker with vector
 or by a GPU's thread block (`walk_threads`). A worker is a thread there and a block here, and all
 else is the same. Which loops are spread over threads, vectorised or unrolled is the schedule's
 business. What no schedule primitive expresses is a choice that changes the program: ``step`` "rows"
-(`step_rows`, few rows) or "columns" (`step_columns`, many), the tile sizes, and how far ahead and
-into which cache level K and V are prefetched.
+(`step_rows`, few rows), "columns" (`step_columns`, many) or "pairs" (`step_pairs`, for a cache in
+that layout), the tile sizes, and how far ahead and into which cache level K and V are prefetched.
 
 Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
 of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and
@@ -43,6 +43,7 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
         q            [num_tokens, num_qo_heads, head_dim]      free token and head strides
         k_cache      [num_blocks, num_kv_heads, block_size, head_dim]      (HND) free block stride
         v_cache      [num_blocks, num_kv_heads, block_size, head_dim_v]    (HND) free block stride
+                     (other layouts: `tvmpaged.layout`)
         block_table  [num_seqs, max_blocks_per_seq] int32
         work_items   [num_items, ITEM_FIELDS] int32
         work_offsets [num_workers + 1] int32

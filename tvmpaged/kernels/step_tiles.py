@@ -9,14 +9,11 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.exp2 import LOG2E
-from tvmpaged.kernels.tile import Tile
+from tvmpaged.kernels.tile import TINY, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.kernels.tile_scores import score_part
 from tvmpaged.kernels.tile_softmax import softmax_columns, softmax_rows
 from tvmpaged.kernels.tile_values import weigh_part
-
-#: Least float32 above 0 without denormals: a scale of 0 must leave the -inf of masked keys alone.
-_TINY = 1.2e-38
 
 
 def _stage(t: Tile) -> Callable[..., Any]:
@@ -132,7 +129,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 pairs,
                 limit,
                 key,
-                T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(_TINY)),
+                T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
                 row_max,
                 row_sum,
                 rescale,

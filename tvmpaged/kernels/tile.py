@@ -9,10 +9,13 @@ from typing import Any
 from tvm import tirx
 
 from tvmpaged.kernels.tile_registers import SIDE, TileRegisters
+from tvmpaged.layout import LINE, PAIRS, layout_of, pair_place, stretch
 from tvmpaged.spec import MAX_HEAD_DIM, AttentionSpec
 
 Expr = Any  # a tirx expression, or an int where the size is a constant
 NEG_INF = float("-inf")
+#: Least float32 above 0 without denormals: a scale of 0 must leave the -inf of masked keys alone.
+TINY = 1.2e-38
 
 #: What the host is told where a cache's vectors cannot be loaded whole.
 WHOLE = "the block stride of a cache must be a multiple of 16 bytes"
@@ -35,9 +38,10 @@ def index(value: Expr) -> Expr:
 class PagedCache:
     """One layer's K and V caches as a program sees them: extents and addresses under a layout."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, choices: dict[str, Any]) -> None:
         self.spec = spec
-        self.nhd = spec.layout == "NHD"
+        layout = layout_of(spec, choices)
+        self.nhd, self.pairs = layout == "NHD", layout == PAIRS
         self.num_blocks = tirx.Var("num_blocks", "int64")
         self.num_kv_heads = tirx.Var("num_kv_heads", "int64")
         self.head_dim_extent = extent(spec.head_dim, "head_dim")
@@ -53,6 +57,9 @@ class PagedCache:
 
     def shape(self, dim: Expr) -> tuple[Expr, ...]:
         """Return a cache's shape; `dim` is its row's extent."""
+        if self.pairs:
+            lines = tirx.const(self.spec.block_size * int(dim) // LINE, "int64")
+            return (self.num_blocks, self.num_kv_heads, lines, tirx.const(LINE, "int64"))
         inner = (self.num_kv_heads, self.block_size_extent)
         return (self.num_blocks, *(reversed(inner) if self.nhd else inner), dim)
 
@@ -83,6 +90,14 @@ class PagedCache:
     def at(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
         """Return the element of a cache buffer."""
         return cache[block, slot, head, dim] if self.nhd else cache[block, head, slot, dim]
+
+    def k_line(self, slot: Expr, dim: Expr) -> Any:
+        """Return the first line of pairs of K from a slot and a dim on."""
+        return pair_place("k", slot, dim, self.spec.block_size, self.spec.head_dim)[0]
+
+    def v_line(self, slot: Expr, dim: Expr) -> Any:
+        """Return the first line of pairs of V from a slot and a dim on."""
+        return pair_place("v", slot, dim, self.spec.block_size, self.spec.head_dim_v)[0]
 
     def block(self, block_table: Any, seq: Expr, position: Expr) -> Any:
         """Return the id of the block that holds a kv position, as int64."""
@@ -119,7 +134,7 @@ class Tile:
     def make(cls, spec: AttentionSpec, choices: dict[str, Any]) -> Tile:
         """Collect the constants of a spec under a choice list."""
         return cls(
-            cache=PagedCache(spec),
+            cache=PagedCache(spec, choices),
             rows=choices["row_tile"],
             keys=choices["keys_per_step"],
             lanes=choices["lanes"],
@@ -147,6 +162,16 @@ class Tile:
     def tiles_fit(self) -> bool:
         """Whether the keys of a tile register always lie in one block."""
         return self.cache.spec.block_size % SIDE == 0
+
+    @property
+    def value_keys(self) -> int:
+        """Keys of one tile of V where pairs are read."""
+        return TileRegisters.value_keys(self.cache.spec, self.choices)
+
+    @property
+    def gathers_values(self) -> bool:
+        """Whether lines of V from several blocks make a tile."""
+        return self.value_keys > stretch(self.cache.spec.block_size)
 
     @property
     def head_dim_cap(self) -> int:
@@ -207,7 +232,10 @@ class Tile:
         return kv_head + tirx.Cast("int32", past), tirx.Select(past, begin, position)
 
     def prefetch(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:
-        """Prefetch one cache line for reading into the chosen level (llvm.prefetch: 3 is L1)."""
-        address = tirx.address_of(self.cache.at(cache, block, head, slot, dim))
+        """Prefetch the cache line of an element for reading into the chosen level."""
+        return self.prefetch_at(tirx.address_of(self.cache.at(cache, block, head, slot, dim)))
+
+    def prefetch_at(self, address: Any) -> Any:
+        """Prefetch the cache line at an address (llvm.prefetch: 3 is L1)."""
         locality = 4 - self.prefetch_level
         return tirx.call_llvm_intrin("void", "llvm.prefetch", address, 0, locality, 1)

@@ -7,6 +7,10 @@ product of A ``[M, 2K]`` and B ``[K, N, 2]`` bfloat16: B holds *pairs* of rows, 
     scores [keys, rows]      K [keys, head_dim] as it lies . q in pairs along head_dim
     acc    [rows, head_dim]  probs [rows, keys]            . V in pairs along the keys
 
+Where the cache holds pairs (`tvmpaged.layout`) K is the right operand too::
+
+    scores [rows, keys]      q [rows, head_dim]            . K in pairs along head_dim
+
 The shapes are loaded once per worker and hold for both products, so that a product whose shapes
 differ from the other's needs registers of its own.
 """
@@ -17,11 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tvmpaged import layout
 from tvmpaged.spec import AttentionSpec
 
 NUM_REGISTERS = 8
-#: Rows of a register; float32 of one of its rows; bfloat16 of one.
-SIDE, DEPTH = 16, 32
+#: Rows of a register; bfloat16 of one of its rows.
+SIDE, DEPTH = layout.SIDE, layout.LINE
 _ROW_BYTES = 64
 
 
@@ -56,6 +61,8 @@ class TileRegisters:
     @classmethod
     def plan(cls, spec: AttentionSpec, choices: Mapping[str, Any]) -> TileRegisters:
         """Give out registers, as many as it takes (more than `NUM_REGISTERS` cannot be built)."""
+        if choices["step"] == "pairs":
+            return cls._plan_pairs(spec, choices)
         keys, columns = choices["dot_keys"], choices["dot_vectors"]
         rows, vectors = choices["weigh_rows"], choices["weigh_vectors"]
         num_acc, num_score = rows * vectors, keys * columns
@@ -83,6 +90,43 @@ class TileRegisters:
             v=v,
             shapes=tuple(shapes),
         )
+
+    @classmethod
+    def _plan_pairs(cls, spec: AttentionSpec, choices: Mapping[str, Any]) -> TileRegisters:
+        """Give out registers where q and probabilities are left operands, K and V right ones."""
+        num_score = choices["dot_keys"] * choices["dot_vectors"]
+        num_acc = choices["weigh_rows"] * choices["weigh_vectors"]
+        num_q, num_probs = choices["dot_vectors"], choices["weigh_rows"]
+        rows = min(choices["row_tile"], SIDE)
+        halved = cls.value_keys(spec, choices) < DEPTH
+        # Accumulators and left operands are `rows` high, right operands 16 lines. The tail of a
+        # head_dim, and V where 16 keys make a tile, are half as deep: registers of their own.
+        num_left = max(num_score + num_q, num_acc + (0 if halved else num_probs))
+        shapes = [(rows, _ROW_BYTES)] * num_left + [(SIDE, _ROW_BYTES)]
+        half = len(shapes)
+        num_half = max(num_q if spec.head_dim % DEPTH else 0, num_probs if halved else 0)
+        if num_half:
+            shapes += [(rows, _ROW_BYTES // 2)] * num_half + [(SIDE // 2, _ROW_BYTES)]
+        return cls(
+            score=0,
+            k=num_left,
+            q=num_score,
+            k_tail=half + num_half,
+            q_tail=half,
+            acc=0,
+            probs=half if halved else num_acc,
+            v=half + num_half if halved else num_left,
+            shapes=tuple(shapes),
+        )
+
+    @staticmethod
+    def value_keys(spec: AttentionSpec, choices: Mapping[str, Any]) -> int:
+        """Return the keys of a tile of V that is read as pairs.
+
+        A product of few rows takes as long as it has rows, so half its depth costs little; with
+        many rows it is worth putting lines of two blocks together.
+        """
+        return layout.stretch(spec.block_size) if choices["row_tile"] < SIDE else DEPTH
 
     @property
     def fits(self) -> bool:

@@ -50,6 +50,11 @@ def _bits(value: Any) -> Any:
     return tirx.reinterpret("uint32x16", value) + T.Broadcast(T.uint32(0x8000), SIDE)
 
 
+def bfloat16_bits(value: Any) -> Any:
+    """Return the bits of the bfloat16 that 16 lanes of float32 round to."""
+    return T.Cast("uint16x16", T.shift_right(_bits(value), T.Broadcast(T.uint32(16), SIDE)))
+
+
 def _pair(first: Any, second: Any) -> Any:
     """Return lane by lane the bfloat16 of two float32 vectors: the first in the low half."""
     low = T.shift_right(_bits(first), T.Broadcast(T.uint32(16), SIDE))
@@ -66,12 +71,8 @@ def _round(t: Tile) -> Callable[..., Any]:
         for r, ko in T.grid(rows, vectors):
             with T.sblock("round"):
                 vr, vk = T.axis.remap("SS", [r, ko])
-                probs[vr, T.Ramp(vk * SIDE, 1, SIDE)] = T.Cast(
-                    "uint16x16",
-                    T.shift_right(
-                        _bits(exact[vr, T.Ramp(vk * SIDE, 1, SIDE)]),
-                        T.Broadcast(T.uint32(16), SIDE),
-                    ),
+                probs[vr, T.Ramp(vk * SIDE, 1, SIDE)] = bfloat16_bits(
+                    exact[vr, T.Ramp(vk * SIDE, 1, SIDE)]
                 )
 
     return run

@@ -1,7 +1,8 @@
 """One worker's walk over a tile of rows, with vectors: the form of CPUs.
 
 A tile of rows is loaded, walks its kv range `keys_per_step` keys at a time with a running maximum
-and sum, and is written. What a step does is one of `step_rows`, `step_columns` and `step_tiles`.
+and sum, and is written. What a step does is one of `step_rows`, `step_columns`, `step_tiles` and
+`step_pairs`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import step_columns, step_rows, step_tiles, tile_scores, tile_values
+from tvmpaged.kernels import (
+    step_columns,
+    step_pairs,
+    step_rows,
+    step_tiles,
+    tile_scores,
+    tile_values,
+)
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 
@@ -19,18 +27,22 @@ def walk(t: Tile) -> Callable[..., Any]:
     """Return the program part that takes one tile of rows over its item's kv range."""
     rows, keys, lanes = t.rows, t.keys, t.lanes
     columns = t.choices["step"] == "columns"
-    tiles = t.choices["isa"] == "amx"
-    step = (step_tiles if tiles else step_columns if columns else step_rows).kv_step(t)
+    tiles, pairs = t.choices["isa"] == "amx", t.choices["step"] == "pairs"
+    tiled = step_pairs if pairs else step_tiles
+    step = (tiled if tiles else step_columns if columns else step_rows).kv_step(t)
     sums = 1 if columns else lanes  # row sums are kept per lane where vectors go along the keys
     q_shape = (t.head_dim_cap, rows) if columns else (rows, t.head_dim_cap)
-    if tiles:
+    restore = load_q = None
+    if pairs:
+        q_shape = (rows, t.head_dim_cap // 2)
+        load_q = step_pairs.load_q(t)
+    elif tiles:
         q_shape = (t.head_dim_cap // 2, t.columns)
-        restore, load_q = tile_values.restore(t), tile_scores.load_q(t)
-    else:
-        restore = load_q = None
+        restore = tile_values.restore(t)
+        load_q = tile_scores.load_q(t)
     q_dtype = "uint32" if tiles else "float32"
-    # The maxima of the tiles' columns are those of unscaled logits.
-    raw_max = tiles and columns
+    # The maxima of the tiles' columns, and of pairs, are those of unscaled logits.
+    raw_max = tiles and (columns or pairs)
 
     @T.inline
     def load_rows(
@@ -156,7 +168,7 @@ def walk(t: Tile) -> Callable[..., Any]:
     ):
         q_rows = T.sblock_alloc_buffer(q_shape, q_dtype)
         acc = T.sblock_alloc_buffer((rows, t.head_dim_v_cap), "float32")
-        row_max = T.sblock_alloc_buffer((rows,), "float32")
+        row_max = T.sblock_alloc_buffer((t.columns if pairs else rows,), "float32")
         row_sum = T.sblock_alloc_buffer((rows, sums), "float32")
         token_of = T.sblock_alloc_buffer((t.columns,), "int32")
         head_of = T.sblock_alloc_buffer((t.columns,), "int32")
@@ -205,7 +217,7 @@ def walk(t: Tile) -> Callable[..., Any]:
                     acc,
                 )
         finish_rows(acc, row_max, row_sum, total, inverse, row_lse, sm_scale)
-        if tiles:
+        if restore is not None:
             restore(acc)
         if partial < 0:
             write_rows(

@@ -81,6 +81,9 @@ def make_items(
     next_partial : int
         The first partial row that is still free.
     """
+    if not len(sequences):  # most steps have one kind of sequences only
+        nothing = np.zeros((0, ITEM_FIELDS), np.int32), np.zeros((0, MERGE_FIELDS), np.int32)
+        return *nothing, first_partial
     q_len, seq_len = step.q_lens[sequences], step.seq_lens[sequences]
     split = shape.split_length or np.iinfo(np.int32).max
     may_split = q_len <= MAX_SPLIT_Q_LEN
@@ -135,10 +138,12 @@ def balance(items: IntArray, num_workers: int) -> WorkList:
 
     The heaviest worker has at most one item more than the mean.
     """
+    if not len(items):
+        return WorkList(items, np.zeros(num_workers + 1, np.int32))
     rows = items[:, Item.ROW_END] - items[:, Item.ROW_BEGIN]
     keys = items[:, Item.KV_END].astype(np.int64) - items[:, Item.KV_BEGIN]
     done = np.cumsum((keys + ITEM_OVERHEAD_KEYS) * np.maximum(rows, 1))
-    shares = np.arange(1, num_workers) * (done[-1] if len(done) else 0) / num_workers
+    shares = np.arange(1, num_workers) * done[-1] / num_workers
     # An item belongs to the worker in whose share its middle lies.
     middle = done - np.diff(done, prepend=0) / 2
     cuts = np.searchsorted(middle, shares)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tvmpaged.layout import from_hnd, inner_shape, layout_of
 from tvmpaged.planning.items import Shape, balance, make_items
 from tvmpaged.planning.step import Step, check_step
 from tvmpaged.spec import AttentionSpec
@@ -33,10 +34,12 @@ class Case:
     spec, workload
         What they are for.
     q, k_cache, v_cache, out, lse : torch.Tensor
-        As the kernels take them.
+        As the kernels take them; caches of a native spec as HND.
     steps : list of Step
         The same lengths over different blocks of the pool, one after the other: K and V that were
         just read are not read again until all others were.
+    poison : bool
+        Whether unused slots hold NaN.
     """
 
     spec: AttentionSpec
@@ -47,6 +50,7 @@ class Case:
     out: torch.Tensor
     lse: torch.Tensor
     steps: list[Step]
+    poison: bool
 
     @classmethod
     def make(
@@ -94,6 +98,7 @@ class Case:
             out=torch.zeros(num_tokens, heads, spec.head_dim_v, dtype=_dtype(spec.out_dtype)),
             lse=torch.zeros(num_tokens, heads),
             steps=steps,
+            poison=poison,
         )
         if poison:
             case._poison_unused()
@@ -109,6 +114,21 @@ class Case:
         for cache in (self.k_cache, self.v_cache):
             by_slot = cache if self.spec.layout == "NHD" else cache.transpose(1, 2)
             by_slot[~used] = torch.nan
+
+    def _caches(self, choices: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the caches in the layout that a candidate reads."""
+        layout = layout_of(self.spec, choices)
+        caches = {"k": self.k_cache, "v": self.v_cache}
+        if layout == _stored(self.spec):
+            k_cache, v_cache = caches.values()
+        elif self.poison:
+            k_cache, v_cache = (from_hnd(each, which, layout) for which, each in caches.items())
+        else:  # random values are as good in any order, and a large pool is not copied
+            k_cache, v_cache = (
+                each.view(len(each), *inner_shape(layout, each.shape[1], *each.shape[2:]))
+                for each in caches.values()
+            )
+        return k_cache, v_cache
 
     def bind(
         self, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
@@ -143,6 +163,7 @@ class Case:
         work_offsets = _aligned(work.offsets)
         merge_items = _aligned(merges.reshape(-1, MERGE_FIELDS)) if len(merges) else None
         tables = [_aligned(step.block_table) for step in self.steps]
+        k_cache, v_cache = self._caches(choices)
         scale = float(self.spec.head_dim**-0.5)
         turn = 0
 
@@ -152,8 +173,8 @@ class Case:
             turn += 1
             attention(
                 self.q,
-                self.k_cache,
-                self.v_cache,
+                k_cache,
+                v_cache,
                 table,
                 work_items,
                 work_offsets,
@@ -182,9 +203,14 @@ def _step(workload: Workload, table: np.ndarray[Any, Any], block_size: int) -> S
 def _cache_shape(
     spec: AttentionSpec, workload: Workload, num_blocks: int, which: int
 ) -> tuple[int, ...]:
-    inner = (workload.num_kv_heads, spec.block_size)
     dim = (spec.head_dim, spec.head_dim_v)[which]
-    return (num_blocks, *(inner[::-1] if spec.layout == "NHD" else inner), dim)
+    inner = inner_shape(_stored(spec), workload.num_kv_heads, spec.block_size, dim)
+    return (num_blocks, *inner)
+
+
+def _stored(spec: AttentionSpec) -> str:
+    """Return the layout in which a case keeps its caches."""
+    return "HND" if spec.layout == "native" else spec.layout
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -38,7 +38,7 @@ from tvmpaged.tuning.machine import Machine, failed
 from tvmpaged.tuning.model_session import propose
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.session import BATCH
-from tvmpaged.tuning.starts import default_start, neighbours, spec_seed
+from tvmpaged.tuning.starts import credible, default_start, neighbours, spec_seed
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.work import Settings
@@ -184,7 +184,8 @@ class Exporter:
             for each in read_searches(log)
             if all(each.setting.get(name) == value for name, value in ours.items())
         ]
-        return read_runs(log, keys[-1]).trials if keys else []
+        trials = read_runs(log, keys[-1]).trials if keys else []
+        return credible(spec, self.header.target, trials)
 
     def _merge(self, dtype: str) -> Library:
         """Return the kernel that folds a split sequence's parts; compiled once per dtype."""

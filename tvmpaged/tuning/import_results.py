@@ -29,7 +29,7 @@ from tvmpaged.tuning.outcome import make_record
 from tvmpaged.tuning.results import Results, decode
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.starts import default_start
+from tvmpaged.tuning.starts import credible, default_start
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.tracked import Tracked
@@ -140,7 +140,8 @@ def import_spec(
             exported, machine, rotation_bytes=setting.rotation_bytes, on_status=on_status
         )
     with open_log(folder) as log:
-        known = {each.key: each for each in log.earlier(setting).trials}
+        tried = credible(spec, export.header.target, log.earlier(setting).trials)
+        known = {each.key: each for each in tried}
         new = [each for each in _comparable(session, known) if each.key not in known]
         run = None
         if runs is not None:

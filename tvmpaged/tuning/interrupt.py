@@ -2,7 +2,8 @@
 
 The search calls Python from compiled code, which would turn a KeyboardInterrupt into some other
 error. So a signal only sets a flag that every wait looks at; when the search has come to its end
-in order, the signal is raised again. A second one is not held back.
+in order, the signal is raised again. A second one is not held back. One that the process was told
+to ignore, as a shell tells what it starts in the background, stays ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ class Interrupt:
 
 @contextmanager
 def held_back() -> Iterator[Interrupt]:
-    """Hold signals back inside the block; raise the one that came at its end."""
+    """Hold signals back inside the block; raise the one that came at its end.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        When a signal came and its own handler raised nothing.
+    """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -47,11 +54,14 @@ def held_back() -> Iterator[Interrupt]:
         signal.signal(number, before[number])
 
     for number in _SIGNALS:
-        before[number] = signal.signal(number, note)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, note)
     try:
         yield interrupt
     finally:
-        for number in _SIGNALS:
-            signal.signal(number, before[number])
+        for each, handler in before.items():
+            signal.signal(each, handler)
     if interrupt.number:
         signal.raise_signal(interrupt.number)
+        # Whoever handles it and goes on must not take what was given up for what was done.
+        raise KeyboardInterrupt

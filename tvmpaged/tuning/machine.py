@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ from tvmpaged.records import Latency
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.device import measuring_process, memory_total
-from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all
+from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all, is_out_of_memory
 from tvmpaged.tuning.trial import Choices, Reason, Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
@@ -25,6 +27,8 @@ COMPILE_TIMEOUT_S = 120.0
 MEASURE_TIMEOUT_S = 60.0
 #: Of an error's text; a compiler's may run to pages.
 _MAX_DETAIL = 500
+#: With less a compiler that fails has had no room to write.
+MIN_FREE_BYTES = 4 << 20
 #: For one candidate's times, as long as it may lead.
 MIN_SECONDS = 0.5
 MAX_SECONDS = 1.0
@@ -62,7 +66,13 @@ class Machine:
     def compile(
         self, spec: AttentionSpec, target: TargetKey, choices: Sequence[Choices]
     ) -> list[Answer]:
-        """Compile candidates into `path`; an answer without reason means it is there."""
+        """Compile candidates into `path`; an answer without reason means it is there.
+
+        Raises
+        ------
+        OSError
+            When the disk is full.
+        """
         self.path(spec, "").parent.mkdir(parents=True, exist_ok=True)
         requests = [
             {
@@ -75,7 +85,12 @@ class Machine:
         ]
         with self._turn:
             # All have answered or were killed when it returns.
-            return ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
+            answers = ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
+        failures = any("error" in each.reply or each.reason for each in answers)
+        if failures and shutil.disk_usage(self.folder).free < MIN_FREE_BYTES:
+            # It says nothing about the candidates: they are not to be remembered as failures.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+        return answers
 
     def path(self, spec: AttentionSpec, key: str) -> Path:
         """Return where a candidate's artifact lies."""
@@ -216,6 +231,6 @@ def failed(choices: Choices, answer: Answer, stage: Reason) -> Trial | None:
         return Trial(choices, reason="wrong", detail=answer.reply["wrong"])
     if "error" in answer.reply:
         detail = answer.reply["error"][:_MAX_DETAIL]
-        reason: Reason = "memory" if detail.startswith("MemoryError") else stage
+        reason: Reason = "memory" if is_out_of_memory(detail) else stage
         return Trial(choices, reason=reason, detail=detail)
     return None

@@ -13,30 +13,36 @@ from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
 from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResult
 
 from tvmpaged.tuning.features import choices_of
+from tvmpaged.tuning.search import Progress
 from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, choices_key
 
 
 @derived_object
 class TaskBuilder(PyBuilder):  # type: ignore[misc]
-    """MetaSchedule's builder over a `Task`."""
+    """MetaSchedule's builder over a `Task`; what goes wrong in here becomes `Progress.error`."""
 
-    def __init__(self, task: Task, batch: dict[str, Choices]) -> None:
+    def __init__(self, task: Task, batch: dict[str, Choices], progress: Progress) -> None:
         self.task = task
         self.batch = batch
+        self.progress = progress
 
     def build(self, build_inputs: Any) -> list[Any]:
         """Compile a batch."""
         batch = [choices_of(each.mod) for each in build_inputs]
         self.batch.clear()
         self.batch.update({choices_key(each): each for each in batch})
-        self.task.compile(batch)
+        try:
+            self.task.compile(batch)
+        except BaseException as error:  # noqa: BLE001, raised again by whoever started the search
+            self.progress.error = error
+            return [BuilderResult(None, "not compiled") for _ in batch]
         results = []
         for key in self.batch:
             known = self.task.answers.get(key)
-            error = known.reason if known is not None and known.reason else None
-            path = None if error else str(self.task.machine.path(self.task.spec, key))
-            results.append(BuilderResult(path, error))
+            reason = known.reason if known is not None and known.reason else None
+            path = None if reason else str(self.task.machine.path(self.task.spec, key))
+            results.append(BuilderResult(path, reason))
         return results
 
 
@@ -54,18 +60,23 @@ class _Done(PyRunnerFuture):  # type: ignore[misc]
 
 @derived_object
 class TaskRunner(PyRunner):  # type: ignore[misc]
-    """MetaSchedule's runner over a `Task`."""
+    """MetaSchedule's runner over a `Task`; what goes wrong in here becomes `Progress.error`."""
 
-    def __init__(self, task: Task, batch: dict[str, Choices]) -> None:
+    def __init__(self, task: Task, batch: dict[str, Choices], progress: Progress) -> None:
         self.task = task
         self.batch = batch
+        self.progress = progress
 
     def run(self, runner_inputs: Any) -> list[Any]:
         """Measure a batch, one after the other."""
-        futures = []
-        for each in runner_inputs:
-            key = Path(str(each.artifact_path)).stem
+        return [_Done(self._run(Path(str(each.artifact_path)).stem)) for each in runner_inputs]
+
+    def _run(self, key: str) -> Any:
+        if self.progress.error is not None:
+            return RunnerResult(None, "not measured")
+        try:
             trial = self.task.run(key, self.batch[key])
-            seconds = None if trial.reason else [trial.median_us / 1e6]
-            futures.append(_Done(RunnerResult(seconds, trial.reason or None)))
-        return futures
+        except BaseException as error:  # noqa: BLE001, raised again by whoever started the search
+            self.progress.error = error
+            return RunnerResult(None, "not measured")
+        return RunnerResult(None if trial.reason else [trial.median_us / 1e6], trial.reason or None)

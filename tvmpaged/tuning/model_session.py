@@ -56,8 +56,8 @@ class ModelSession(Session):
             max_trials_global=2**30,
             max_trials_per_task=2**30,
             num_trials_per_iter=BATCH,
-            builder=TaskBuilder(self.task, batch),
-            runner=TaskRunner(self.task, batch),
+            builder=TaskBuilder(self.task, batch, progress),
+            runner=TaskRunner(self.task, batch, progress),
             database="memory",
             cost_model=search.model,
             measure_callbacks=[ms.measure_callback.UpdateCostModel()],
@@ -67,7 +67,8 @@ class ModelSession(Session):
             raise progress.error
 
     def _trials_of(self, keys: Sequence[str]) -> list[Trial]:
-        return [self.task.answers[key] for key in keys]
+        # Of what went wrong in the middle of a batch there is no answer.
+        return [self.task.answers[key] for key in keys if key in self.task.answers]
 
 
 def propose(

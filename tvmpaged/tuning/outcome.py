@@ -30,16 +30,18 @@ def make_record(
     session, setting, result, seed, mlflow_run_id
         What was found, and how.
     roof : MeasuredRoof, optional
-        That the winner was measured beside.
+        That the winner was measured beside, in turns.
     """
     spec: AttentionSpec = session.task.spec
     target: TargetKey = session.task.target
     name, rate = setting.workload.rate(spec, result.latency_us.median)
     rates: dict[str, Any] = {"gb_per_s": None, "gflop_per_s": None} | {name: round(rate, 3)}
     rates |= {"roof_gb_per_s": None, "roof_gflop_per_s": None, "roof_fraction": None}
-    if roof is not None:
-        rates[f"roof_{roof.name}"] = round(roof.value, 3)
-        rates["roof_fraction"] = None if roof.fraction is None else round(roof.fraction, 4)
+    if roof is not None and roof.fraction is not None:
+        # They were timed in turns, so their ratio holds whatever the machine's speed was then; the
+        # roof is given by the winner's time, as all candidates' times are by the default's.
+        rates[f"roof_{roof.name}"] = round(rate / roof.fraction, 3)
+        rates["roof_fraction"] = round(roof.fraction, 4)
     failures = Counter(session.failures()) + Counter(each.reason for each in result.failures)
     return Record(
         spec=spec,

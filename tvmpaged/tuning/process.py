@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -26,6 +27,10 @@ from tvmpaged.tuning.trial import Reason
 START_TIMEOUT_S = 180.0
 _POLL_S = 0.2
 _TAIL_BYTES = 2000
+#: How Python, C++, LLVM and torch word that they were refused memory.
+_OUT_OF_MEMORY = re.compile(
+    r"^MemoryError|bad_alloc|out of memory|allocation failed|allocate memory", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -115,19 +120,27 @@ class Process:
             self._buffer += data
             if not data:
                 detail = self._epitaph()
-                reason: Reason = "memory" if "bad_alloc" in detail else "crash"
+                reason: Reason = "memory" if is_out_of_memory(detail) else "crash"
                 return Answer({}, reason, detail, seconds)
         line, newline, rest = self._buffer.partition(b"\n")
         if newline:
             self._buffer = rest
             if not self._is_starting:
-                return Answer(json.loads(line), seconds=seconds)
+                return self._reply(line, seconds)
             self._is_starting = False
             self._set_clock(self._timeout_s)
         if time.monotonic() > self._deadline:
             self.kill()
             return Answer({}, "time-out", f"no answer in {seconds:.0f} s", seconds)
         return None
+
+    def _reply(self, line: bytes, seconds: float) -> Answer:
+        try:
+            return Answer(dict(json.loads(line)), seconds=seconds)
+        except (TypeError, ValueError):
+            # A candidate that wrote over its process's memory: what is left of that is no worker.
+            self.kill()
+            return Answer({}, "crash", f"its answer is no JSON: {line[:80]!r}", seconds)
 
     @property
     def pid(self) -> int | None:
@@ -192,7 +205,7 @@ class Process:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         except ValueError:
             how = f"signal {-code}"
-        return f"{how}; {said[-1]}" if said else how
+        return f"{how}; {said[-1].strip()}" if said else how
 
     def _close(self) -> None:
         assert self._child is not None
@@ -201,6 +214,11 @@ class Process:
                 with suppress(BrokenPipeError):
                     stream.close()
         self._child = self._output = None
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Whether an error's text or a process's last words tell that it was refused memory."""
+    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def ask_all(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from tvmpaged import records, schedules
 from tvmpaged.spec import AttentionSpec, TargetKey
-from tvmpaged.tuning.trial import Choices
+from tvmpaged.tuning.trial import Choices, Trial
 
 #: Specs whose winners are tried right after the default.
 NUM_NEIGHBOURS = 3
@@ -27,20 +28,26 @@ def default_start(spec: AttentionSpec, target: TargetKey) -> Choices:
 def neighbours(spec: AttentionSpec, target: TargetKey, work_dir: Path) -> list[Choices]:
     """Return what won for similar specs, the most similar first."""
     space = schedules.space(spec, target)
-    found: list[tuple[int, str, Choices]] = []
-    try:
-        for each in records.load_all(work_dir, target):
-            if each.choices.keys() != space.keys():
-                continue
-            choices: Choices = {name: each.choices[name] for name in space}
-            fits = all(choices[name] in values for name, values in space.items())
-            other = each.spec.kernel == spec.kernel and each.spec != spec
-            if fits and other and schedules.reject(spec, target, choices) is None:
-                found.append((_distance(each.spec, spec), str(each.spec), choices))
-    except ValueError:
-        return []  # a record that cannot be read is not this spec's business
-    nearest = sorted(found, key=lambda each: each[:2])
-    return [choices for _, _, choices in nearest][:NUM_NEIGHBOURS]
+    known, _ = records.load_all(work_dir, target)  # what cannot be read is not this spec's business
+    others = [each for each in known if each.spec.kernel == spec.kernel and each.spec != spec]
+    fitting = [each for each in others if may_be_tried(spec, target, each.choices)]
+    nearest = sorted(fitting, key=lambda each: (_distance(each.spec, spec), str(each.spec)))
+    return [{name: each.choices[name] for name in space} for each in nearest[:NUM_NEIGHBOURS]]
+
+
+def credible(spec: AttentionSpec, target: TargetKey, trials: Iterable[Trial]) -> list[Trial]:
+    """Return the trials of a log whose choices are ones that a search of the spec may try."""
+    return [each for each in trials if may_be_tried(spec, target, each.choices)]
+
+
+def may_be_tried(spec: AttentionSpec, target: TargetKey, choices: Choices) -> bool:
+    """Whether a choice list from a file is one of the space, and legal."""
+    space = schedules.space(spec, target)
+    return (
+        choices.keys() == space.keys()
+        and all(choices[name] in values for name, values in space.items())
+        and schedules.reject(spec, target, choices) is None
+    )
 
 
 def _distance(one: AttentionSpec, other: AttentionSpec) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tvmpaged.records import Record
+from tvmpaged.files import replace_file
+from tvmpaged.records import Latency, Record
 from tvmpaged.tuning.trial import Trial
 
 SUMMARY_NAME = "summary.md"
@@ -15,7 +16,7 @@ SUMMARY_NAME = "summary.md"
 def write_summary(folder: Path, record: Record, trials: Sequence[Trial]) -> Path:
     """Write the page and return its path."""
     path = folder / SUMMARY_NAME
-    path.write_text(summary(record, trials), encoding="utf-8")
+    replace_file(path, summary(record, trials).encode())
     return path
 
 
@@ -38,10 +39,9 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         f"The winner is {winner}: {record.speedup:.2f} times as fast as the default, {rate}.",
         *(["", roof] if roof else []),
         "",
-        "| | median us | p10 | p90 | repeats |",
-        "|---|---|---|---|---|",
-        f"| winner | {new.median:.1f} | {new.p10:.1f} | {new.p90:.1f} | {new.repeats} |",
-        f"| default | {old.median:.1f} | {old.p10:.1f} | {old.p90:.1f} | {old.repeats} |",
+        "| | median us | p10 | p90 | calls | disturbed |",
+        "|---|---|---|---|---|---|",
+        *(_row("winner", new), _row("default", old)),
         "",
         "| option | value |",
         "|---|---|",
@@ -59,6 +59,11 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _row(name: str, latency: Latency) -> str:
+    times = " | ".join(f"{us:.1f}" for us in (latency.median, latency.p10, latency.p90))
+    return f"| {name} | {times} | {latency.repeats} | {latency.disturbed} |"
 
 
 def _roof(record: Record) -> str:
@@ -92,7 +97,7 @@ def option_costs(trials: Sequence[Trial]) -> dict[str, dict[Any, float]]:
     costs: dict[str, dict[Any, float]] = {name: {} for name in timed[0].choices}
     for each in sorted(timed, key=lambda trial: trial.median_us):
         for name, value in each.choices.items():
-            costs[name].setdefault(value, each.median_us / best)
+            costs.setdefault(name, {}).setdefault(value, each.median_us / best)
     return costs
 
 

@@ -48,10 +48,10 @@ def tracking_uri(flag: str | None) -> str:
     uri = flag or os.environ.get("MLFLOW_TRACKING_URI", "").strip() or DEFAULT_URI
     parts = urlsplit(uri)
     if parts.scheme in ("", "file") and not os.environ.get("MLFLOW_ALLOW_FILE_STORE"):
-        folder = parts.path or uri
+        folder, shown = parts.path or uri, hide_secrets("", uri)
         raise ValueError(
-            f"mlflow uri {uri!r} is a plain folder, which MLflow keeps no runs in any more; write "
-            f"--mlflow-uri {_SQLITE}{folder.rstrip('/')}/mlflow.db"
+            f"mlflow uri {shown!r} is a plain folder, which MLflow keeps no runs in any more; "
+            f"write --mlflow-uri {_SQLITE}{folder.rstrip('/')}/mlflow.db"
         )
     return uri
 

@@ -91,7 +91,7 @@ class Trial:
             raise ValueError("a trial has either a time or a reason")
         return cls(
             choices=dict(data["choices"]),
-            latency_us=Latency(**latency) if latency else None,
+            latency_us=Latency.read(latency) if latency else None,
             reason=as_reason(reason) if reason else "",
             detail=str(data.get("detail", "")),
             scale=float(data.get("scale", 1.0)),

@@ -19,7 +19,7 @@ from tvmpaged.tuning.model_session import ModelSession
 from tvmpaged.tuning.outcome import make_record
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.starts import default_start, neighbours, spec_seed
+from tvmpaged.tuning.starts import credible, default_start, neighbours, spec_seed
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.task import Task
@@ -140,11 +140,12 @@ class Work:
         )
         known: list[Trial] = []
         earlier = log.earlier(setting) if self.settings.resume else None
+        tried = credible(self.spec, self.target, earlier.trials) if earlier is not None else []
         if earlier is not None and earlier.seed == self.settings.seed:
             # The same path again: what was measured on it is answered from the log.
-            task.answers = {each.key: each for each in earlier.trials}
+            task.answers = {each.key: each for each in tried}
         elif earlier is not None:
-            known = earlier.trials
+            known = tried
             default = choices_key(task.default)
             task.answers = {each.key: each for each in known if each.key == default}
         run_id = earlier.mlflow_run_id if earlier is not None else None

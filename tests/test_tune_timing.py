@@ -1,0 +1,140 @@
+"""Honest times: in turns, without what others disturbed, and no longer than they tell anything."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tvmpaged.tuning import timing
+
+
+def test_disturbed_calls_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter(([0] * 1 + [1_000_000]) * 10_000)
+
+    class Queue:
+        total = 0
+
+        def waited_ns(self) -> int:
+            Queue.total += next(waits)
+            return Queue.total
+
+        def close(self) -> None:
+            pass
+
+    turn = [0]
+
+    def call() -> None:
+        turn[0] += 1
+        time.sleep(0.001 if turn[0] % 2 else 0.004)
+
+    monkeypatch.setattr(timing, "RunQueue", Queue)
+    monkeypatch.setattr(timing, "timed_once", _once_that_waits_on_long_calls)
+    (samples,) = timing.measure([call], min_seconds=0.05, max_seconds=2.0)
+    assert max(samples.times_us) < 3000
+    assert samples.disturbed >= len(samples.times_us) - 2
+
+
+def _once_that_waits_on_long_calls(call: Any, queue: Any) -> Any:
+    begin = time.perf_counter_ns()
+    call()
+    us = (time.perf_counter_ns() - begin) / 1e3
+    return timing.Taken(us, us < 3000, 0.0 if us < 3000 else 0.7)
+
+
+def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
+    order: list[int] = []
+
+    def contender(which: int, seconds: float) -> Any:
+        def call() -> None:
+            order.append(which)
+            time.sleep(seconds)
+
+        return call
+
+    calls = [contender(0, 0.004), contender(1, 0.001), contender(2, 0.004)]
+    samples = timing.measure(calls, min_seconds=0.0, max_seconds=0.0)
+    rounds = [order[i : i + 3] for i in range(3, len(order), 3)]
+    assert all(sorted(each) == [0, 1, 2] for each in rounds)
+    assert len({tuple(each) for each in rounds}) == 3
+    assert samples[0].speedup == 1.0
+    assert samples[1].speedup > 1.5
+    assert len(rounds) >= timing.MIN_REPEATS
+
+
+def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
+    """The first starts threads twice, so a busy machine makes it look slow; at best it is not."""
+    random = np.random.default_rng(0)
+
+    def taken(us: float, mean_delay_us: float) -> timing.Taken:
+        delay = random.exponential(mean_delay_us)
+        return timing.Taken(us + delay, False, delay / us)
+
+    rounds = [[taken(500, 3000), taken(540, 1000)] for _ in range(300)]
+    assert np.median([a.us / b.us for a, b in rounds]) > 1.2
+    assert timing._speedup(rounds, 1) < 1.3
+    quiet = [[timing.Taken(500, True, 0), timing.Taken(400, True, 0)] for _ in range(5)]
+    assert timing._speedup(rounds + quiet, 1) == 1.25
+
+
+def test_who_cannot_lead_is_let_go_at_once_and_who_may_is_timed_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quiet machine is a matter of luck, so the clock is not asked."""
+    random = np.random.default_rng(0)
+
+    def rounds_of(mean_us: float, leading_speedup: float) -> int:
+        means = {first: 100.0, second: mean_us}
+        count[0] = 0
+
+        def taken(call: Any, queue: timing.RunQueue) -> timing.Taken:
+            count[0] += 1
+            return timing.Taken(means[call] * random.normal(1, 0.03), True, 0.0)
+
+        monkeypatch.setattr(timing, "timed_once", taken)
+        timing.measure(
+            [first, second],
+            min_seconds=60.0,
+            max_seconds=60.0,
+            max_repeats=100,
+            leading_speedup=leading_speedup,
+        )
+        return count[0] // 2
+
+    def first() -> None: ...
+    def second() -> None: ...
+
+    count = [0]
+    assert rounds_of(200, leading_speedup=1.0) == timing.MIN_REPEATS
+    assert timing.MIN_REPEATS < rounds_of(105, leading_speedup=1.0) < 100
+    assert [rounds_of(mean, leading_speedup=1.0) for mean in (100, 98, 90)] == [100, 100, 100]
+
+
+def test_on_a_busy_machine_only_the_hopeless_are_let_go() -> None:
+    def rounds(slower: float) -> list[list[timing.Taken]]:
+        return [[timing.Taken(100, False, 1), timing.Taken(100 * slower, False, 1)]] * 9
+
+    assert timing.highest_speedup(rounds(1.4)) > 1.0
+    assert timing.highest_speedup(rounds(1.6)) < 1.0
+
+
+def test_waiting_for_a_core_is_seen() -> None:
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(4 * len(os.sched_getaffinity(0)))
+    ]
+    queue = timing.RunQueue()
+    try:
+        before, end = queue.waited_ns(), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            threading.active_count()
+        assert queue.waited_ns() - before > 50e6
+    finally:
+        queue.close()
+        for each in busy:
+            each.kill()
+            each.wait()

@@ -1,0 +1,227 @@
+"""One kv step on AMX tiles over a cache of pairs: scores ``[rows, keys]`` = q . K.
+
+K and V are right operands as they lie in the cache (`tvmpaged.layout`), so nothing of them is
+rearranged, and a product takes no longer than its few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvmpaged.kernels import amx
+from tvmpaged.kernels.exp2 import LOG2E
+from tvmpaged.kernels.pair_softmax import softmax
+from tvmpaged.kernels.pair_values import weigh_part
+from tvmpaged.kernels.tile import TINY, Tile
+from tvmpaged.kernels.tile_registers import DEPTH, SIDE
+
+
+def load_q(t: Tile) -> Callable[..., Any]:
+    """Return the program part that copies query rows, ``[rows, head_dim / 2]`` pairs of dims."""
+    rows, half = t.rows, SIDE // 2
+    chunks = t.cache.spec.head_dim // SIDE
+
+    @T.inline
+    def run(q, q_start, token_of, head_of, sm_scale, q_rows):
+        # The scale's sign goes into q, so that greater scores have greater logits.
+        sign: T.let[T.uint32] = T.Select(sm_scale < T.float32(0), T.uint32(0x80008000), T.uint32(0))
+        for r in range(rows):
+            with T.sblock("load_q"):
+                vr = T.axis.opaque(rows, r)
+                T.reads()
+                T.writes()
+                for chunk in T.unroll(chunks):
+                    q_rows[vr, T.Ramp(chunk * half, 1, half)] = T.bitwise_xor(
+                        tirx.reinterpret(
+                            "uint32x8",
+                            q[q_start + token_of[vr], head_of[vr], T.Ramp(chunk * SIDE, 1, SIDE)],
+                        ),
+                        T.Broadcast(sign, half),
+                    )
+
+    return run
+
+
+def _score(t: Tile) -> Callable[..., Any]:
+    """Return the program part ``scores = q . K``."""
+    c, regs = t.cache, t.registers
+    side_keys, side_rows = t.choices["dot_keys"], t.choices["dot_vectors"]
+    row_tiles = max(1, t.rows // SIDE) // side_rows
+    dim = c.spec.head_dim
+    chunks, tail = dim // DEPTH, dim % DEPTH
+    ahead = t.prefetch_keys
+
+    @T.inline
+    def ask(k_cache, block, head, slot, chunk, lines):
+        for line in T.unroll(lines):
+            T.evaluate(
+                t.prefetch_at(
+                    T.address_of(k_cache[block, head, c.k_line(slot, chunk * DEPTH) + line, 0])
+                )
+            )
+
+    @T.inline
+    def multiply(
+        q_rows,
+        k_cache,
+        head,
+        block_of,
+        slot_of,
+        next_head,
+        next_block,
+        next_slot,
+        row_tile,
+        chunk,
+        lines,
+        q_register,
+        k_register,
+    ):
+        for b in T.unroll(side_rows):
+            T.evaluate(
+                amx.load(
+                    q_register + b,
+                    T.address_of(q_rows[(row_tile + b) * SIDE, chunk * SIDE]),
+                    dim * 2,
+                )
+            )
+        for a in T.unroll(side_keys):
+            T.evaluate(
+                amx.load(
+                    k_register,
+                    T.address_of(
+                        k_cache[block_of[a, 0], head, c.k_line(slot_of[a, 0], chunk * DEPTH), 0]
+                    ),
+                    2 * DEPTH,
+                )
+            )
+            if ahead > 0:
+                ask(k_cache, next_block[a, 0], next_head[a, 0], next_slot[a, 0], chunk, lines)
+            for b in T.unroll(side_rows):
+                T.evaluate(amx.dot(regs.score + a * side_rows + b, q_register + b, k_register))
+
+    @T.inline
+    def score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_end, reach, scores):
+        for kt in range(T.ceildiv(depths * 2, side_keys)):
+            with T.sblock("key_tiles"):
+                vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
+                T.reads()
+                T.writes()
+                block_of = T.sblock_alloc_buffer((side_keys, 1), "int64")
+                slot_of = T.sblock_alloc_buffer((side_keys, 1), "int32")
+                next_head = T.sblock_alloc_buffer((side_keys, 1), "int32")
+                next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
+                next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
+                for a in T.unroll(side_keys):
+                    at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
+                    block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
+                    slot_of[a, 0] = T.truncmod(at, c.block_size)
+                if ahead > 0:
+                    for a in T.unroll(side_keys):
+                        later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
+                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
+                        next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
+                        next_block[a, 0] = c.block(block_table, seq, next_key)
+                        next_slot[a, 0] = T.truncmod(next_key, c.block_size)
+                for rt in range(row_tiles):
+                    with T.sblock("score_tiles"):
+                        vr = T.axis.opaque(row_tiles, rt)
+                        T.reads()
+                        T.writes()
+                        for i in T.unroll(side_keys * side_rows):
+                            T.evaluate(amx.zero(regs.score + i))
+                        for chunk in T.unroll(chunks):
+                            multiply(
+                                q_rows,
+                                k_cache,
+                                kv_head,
+                                block_of,
+                                slot_of,
+                                next_head,
+                                next_block,
+                                next_slot,
+                                vr * side_rows,
+                                chunk,
+                                SIDE,
+                                regs.q,
+                                regs.k,
+                            )
+                        if tail > 0:
+                            multiply(
+                                q_rows,
+                                k_cache,
+                                kv_head,
+                                block_of,
+                                slot_of,
+                                next_head,
+                                next_block,
+                                next_slot,
+                                vr * side_rows,
+                                chunks,
+                                SIDE // 2,
+                                regs.q_tail,
+                                regs.k_tail,
+                            )
+                        for a in T.unroll(side_keys):
+                            for b in T.unroll(side_rows):
+                                T.evaluate(
+                                    amx.store(
+                                        regs.score + a * side_rows + b,
+                                        T.address_of(
+                                            scores[
+                                                (vr * side_rows + b) * SIDE,
+                                                (vk * side_keys + a) * SIDE,
+                                            ]
+                                        ),
+                                        t.keys * 4,
+                                    )
+                                )
+
+    return score
+
+
+def kv_step(t: Tile) -> Callable[..., Any]:
+    """Return the program part of one step."""
+    rows, keys = t.rows, t.keys
+    score, probabilities, weigh = _score(t), softmax(t), weigh_part(t)
+
+    @T.inline
+    def step(
+        q_rows,
+        k_cache,
+        v_cache,
+        block_table,
+        seq,
+        kv_head,
+        key,
+        kv_end,
+        reach,
+        limit,
+        sm_scale,
+        row_max,
+        row_sum,
+        acc,
+    ):
+        scores = T.sblock_alloc_buffer((rows, keys), "float32")
+        probs = T.sblock_alloc_buffer((rows, keys), "uint16")
+        rescale = T.sblock_alloc_buffer((t.columns,), "float32")
+        # What lies past the end is neither read nor computed, but for the rest of 32 keys.
+        depths: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), DEPTH)
+        score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_end, reach, scores)
+        probabilities(
+            scores,
+            probs,
+            depths,
+            limit,
+            key,
+            T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
+            row_max,
+            row_sum,
+            rescale,
+        )
+        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc)
+
+    return step
