@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from record_tools import make_record
@@ -15,12 +15,16 @@ from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 
 from tvmpaged import records, schedules, tune
 from tvmpaged.errors import UserError
-from tvmpaged.tuning import finalists, session, timing
+from tvmpaged.records import Latency
+from tvmpaged.tuning import finalists, measure_worker, session, task, timing
 from tvmpaged.tuning.log import read_searches
+from tvmpaged.tuning.machine import Machine
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.session import Session
-from tvmpaged.tuning.trial import Choices, Trial
+from tvmpaged.tuning.task import Task
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.work import Settings
+from tvmpaged.tuning.workload import Workload
 
 DEFAULT = schedules.default_choices(SPEC, TARGET)
 
@@ -109,6 +113,89 @@ def test_a_leader_by_luck_is_found_out_at_once(tmp_path: Path) -> None:
     assert len(lucky) == 5
     for each in lucky:
         assert each.median_us == pytest.approx(known_us(each.choices), rel=1e-3)
+
+
+class AskedMachine(FakeMachine):
+    """Keeps what it is asked to time, and the speed-up below which a candidate may be let go."""
+
+    def __init__(self, folder: Path, fate: Any = lambda _choices: None) -> None:
+        super().__init__(folder, fate)
+        self.asked: list[tuple[Choices, float]] = []
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        self.asked.append((candidates[-1], options["leading_speedup"]))
+        return super().measure(spec, workload, merge, candidates, **options)
+
+    def run(self, *candidates: Choices) -> list[Trial]:
+        machine, workload = cast("Machine", self), Workload(1, (1,), (1,))
+        mine = Task(machine, SPEC, TARGET, workload, Path("merge.so"), DEFAULT, 1, 0)
+        for each in candidates:
+            self.path(SPEC, choices_key(each)).touch()
+        return [mine.run(choices_key(each), each) for each in candidates]
+
+
+SLOWER = DEFAULT | {"prefetch_level": 1}
+FASTER = DEFAULT | {"prefetch_keys": 64}
+HOPELESS = DEFAULT | {"prefetch_level": 1, "prefetch_keys": 0, "step": "columns"}
+
+
+def test_who_leads_is_timed_thrice_and_the_others_once_against_the_best(tmp_path: Path) -> None:
+    machine = AskedMachine(tmp_path)
+    machine.run(DEFAULT, FASTER, SLOWER)
+    lead = known_us(DEFAULT) / known_us(FASTER)
+    assert lead > 1.01
+    assert [each for each, _ in machine.asked] == [DEFAULT, FASTER, FASTER, FASTER, SLOWER]
+    least = [speedup for _, speedup in machine.asked]
+    assert least == [0.0, 1.0, 1.0, 1.0, pytest.approx(lead, rel=1e-3)]
+
+
+def test_of_a_leaders_times_the_middle_one_counts() -> None:
+    trials = [Trial(DEFAULT, Latency.of([us])) for us in (10.0, 30.0, 20.0)]
+    assert task._middle(trials) is trials[2]
+
+
+def test_how_long_to_time_and_what_must_be_beaten_reach_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, float] = {}
+
+    def ask(_machine: Any, *asked: Any) -> Answer:
+        return Answer(measure_worker.measure_candidates(asked[3]))
+
+    def measure(_calls: Any, **options: float) -> list[timing.Samples]:
+        told.update(options)
+        return []
+
+    monkeypatch.setattr(Machine, "_ask", ask)
+    monkeypatch.setattr(measure_worker, "_load", lambda _path, _symbol: None)
+    monkeypatch.setattr(measure_worker, "measure", measure)
+    limits = {"min_seconds": 0.25, "max_seconds": 0.75, "leading_speedup": 1.5}
+    machine, workload = Machine([], None, tmp_path, 1), Workload(1, (1,), (1,))
+    machine.measure(SPEC, workload, tmp_path, [], rotation_bytes=1, seed=0, **limits)  # type: ignore[arg-type]
+    assert told == limits
+
+
+def test_a_leader_that_fails_when_timed_again_does_not_lead(tmp_path: Path) -> None:
+    def fate(choices: Choices) -> Answer | None:
+        times = [each for each, _ in machine.asked].count(FASTER)
+        return Answer({}, "crash", "SIGSEGV") if choices == FASTER and times == 3 else None
+
+    machine = AskedMachine(tmp_path, fate)
+    _, leader, after = machine.run(DEFAULT, FASTER, SLOWER)
+    assert (leader.reason, leader.latency_us) == ("crash", None)
+    assert machine.asked[-1] == (SLOWER, 1.0)
+    assert after.median_us == pytest.approx(known_us(SLOWER), rel=1e-3)
+
+
+def test_what_may_still_win_is_kept_and_the_hopeless_is_not(tmp_path: Path) -> None:
+    candidates = [DEFAULT, FASTER, SLOWER, HOPELESS]
+    machine = AskedMachine(tmp_path)
+    machine.run(*candidates)
+    assert known_us(HOPELESS) > timing.HOPELESS * known_us(FASTER)
+    there = [machine.path(SPEC, choices_key(each)).exists() for each in candidates]
+    assert there == [True, True, True, False]
 
 
 @pytest.mark.parametrize(("left", "size"), [(100.0, 8), (5.5, 5), (0.5, 0), (-1.0, 0)])
