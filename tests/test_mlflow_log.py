@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from tune_tools import SPEC, TARGET, FakeMachine, work
 
 from tvmpaged import records, schedules
@@ -20,7 +22,7 @@ from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.mlflow_log import RunLog, SpecRun
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.tracking import MAX_PARAM, tracking_uri
+from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, tracking_uri
 from tvmpaged.tuning.trial import Trial
 from tvmpaged.tuning.workload import Workload
 
@@ -172,6 +174,25 @@ def test_two_commands_may_start_on_one_new_database(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "new/mlflow.db") as database:
         (count,) = database.execute("select count(*) from runs").fetchone()
     assert count == 4
+
+
+def test_one_command_at_a_time_makes_a_databases_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = SimpleNamespace(experiment_id="1")
+    made = threading.Event()
+
+    def client(_uri: str) -> Any:
+        made.set()
+        return SimpleNamespace(get_experiment_by_name=lambda _name: experiment)
+
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", client)
+    second = threading.Thread(target=Tracking, args=(f"sqlite:///{tmp_path}/mlflow.db",))
+    with FileLock(tmp_path / "mlflow.db.lock"):
+        second.start()
+        assert not made.wait(1.0)
+    second.join()
+    assert made.is_set()
 
 
 # --- servers that fail ---------------------------------------------------------------------------
