@@ -157,6 +157,7 @@ def test_an_export_for_another_machine_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_second_run_measures_nothing_again(measured: tuple[Path, Measurement]) -> None:
     folder, first = measured
     before = (folder / JOURNAL_NAME).read_bytes()
+    assert len(journal(folder)) == len(results(folder)["answers"]) > 0
     again = measure_with_fakes(folder)
     assert (folder / JOURNAL_NAME).read_bytes() == before
     assert again.specs[0].as_dict() == first.specs[0].as_dict()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -235,6 +236,12 @@ def impossible(data: Any) -> None:
     last["key"] = choices_key(last["choices"])
 
 
+def pickled(folder: Path) -> None:
+    """Write the same results as what runs code when it is read."""
+    file = folder / RESULTS_NAME
+    file.write_bytes(pickle.dumps(json.loads(file.read_bytes())))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -272,6 +279,7 @@ def impossible(data: Any) -> None:
         (lambda folder: (folder / RESULTS_NAME).unlink(), "run tvmpaged measure .* to its end"),
         (lambda folder: (folder / EXPORT_NAME).unlink(), "it is no export"),
         (lambda folder: os.truncate(folder / RESULTS_NAME, 1000), "is no JSON"),
+        (pickled, "is no JSON"),
     ],
 )
 def test_what_is_not_credible_is_refused_and_leaves_no_trace(
