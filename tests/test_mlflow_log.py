@@ -15,6 +15,7 @@ from filelock import FileLock
 from tune_tools import SPEC, TARGET, FakeMachine, work
 
 from tvmpaged import records, schedules
+from tvmpaged.errors import UserError
 from tvmpaged.tuning import mlflow_log
 from tvmpaged.tuning.background import QUEUE_SIZE, Background
 from tvmpaged.tuning.interrupt import GivenUpError
@@ -22,7 +23,7 @@ from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.mlflow_log import RunLog, SpecRun
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, tracking_uri
+from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, answering, tracking_uri
 from tvmpaged.tuning.trial import Trial
 from tvmpaged.tuning.workload import Workload
 
@@ -300,6 +301,17 @@ def test_no_batch_waits_for_a_server_that_is_behind(tmp_path: Path) -> None:
     gate.set()
 
 
+def test_the_search_waits_but_a_moment_for_a_server_that_was_in_time_before() -> None:
+    runs, gate = RunLog("http://server", lambda _: None, PARAMS), threading.Event()
+    server: Any = SimpleNamespace(log=lambda *_run, **_what: gate.wait(30))
+    runs._tracking = server
+    begin = time.monotonic()
+    runs.log_trials(SpecRun("run"), [], [Trial({}, reason="crash")], lambda us: ("rate", us))
+    assert time.monotonic() - begin < 5
+    runs._background.fail("enough")
+    gate.set()
+
+
 def test_a_run_that_has_its_winner_is_not_opened_again(tmp_path: Path, database: Path) -> None:
     uri = f"sqlite:///{database}"
     finished = search(tmp_path, uri, [])
@@ -326,6 +338,15 @@ def test_the_flag_wins_over_the_environment_and_that_over_the_default(
 def test_a_login_is_not_repeated_to_who_names_a_folder() -> None:
     with pytest.raises(ValueError, match="plain folder") as refusal:
         tracking_uri("file://me:hunter2@host/mlruns")
+    assert "hunter2" not in str(refusal.value)
+
+
+def test_a_login_in_what_a_server_says_is_not_repeated() -> None:
+    from mlflow.exceptions import MlflowException
+
+    refused = pytest.raises(UserError, match=r"request to http://\*\*\*@server/api failed")
+    with refused as refusal, answering("http://me:hunter2@server"):
+        raise MlflowException("request to http://me:hunter2@server/api failed")
     assert "hunter2" not in str(refusal.value)
 
 

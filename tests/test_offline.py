@@ -209,6 +209,15 @@ def check(value: Any) -> Callable[[Path], None]:
     return answer(lambda a: a["reply"]["checks"][1][3].update(error=value))
 
 
+def roof(**changes: Any) -> Callable[[Path], None]:
+    def change(data: Any) -> None:
+        for each in data["answers"]:
+            if each["phase"] == "roof":
+                each["reply"]["roof"].update(changes)
+
+    return lambda folder: edit(folder / RESULTS_NAME, change)
+
+
 def whole(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return lambda folder: edit(folder / RESULTS_NAME, change)
 
@@ -236,6 +245,12 @@ def impossible(data: Any) -> None:
     last["key"] = choices_key(last["choices"])
 
 
+def unknown(data: Any) -> None:
+    last = data["specs"][0]["candidates"][-1]
+    last["choices"]["speed"] = 9
+    last["key"] = choices_key(last["choices"])
+
+
 def pickled(folder: Path) -> None:
     """Write the same results as what runs code when it is read."""
     file = folder / RESULTS_NAME
@@ -251,11 +266,13 @@ def pickled(folder: Path) -> None:
         (sample(times_us=[400.0] * 4), "at least 5 times"),
         (sample(times_us=[450.0] * 5 + [-1.0]), "not all finite and above 0"),
         (sample(times_us=[450.0] * 5 + [0]), "not all finite and above 0"),
+        (sample(times_us=[450.0] * 5 + [True]), "not all finite and above 0"),
         (sample(times_us=[450.0] * 5 + ["450"]), "not all finite and above 0"),
         (sample(times_us=[450.0] * 5 + [float("inf")]), "Infinity, which is no JSON"),
         (sample(times_us=[float("nan")] * 5), "NaN, which is no JSON"),
         (sample(speedup=9.0), "speedup=9 is not what its times say"),
         (sample(speedup=None), "speedup=None is no ratio"),
+        (answer(lambda a: a["reply"]["samples"][0].update(speedup=1.01)), "speed-up is not 1"),
         (sample(disturbed=-1), "disturbed=-1"),
         (answer(lambda a: a["reply"].pop("checks")), "has no errors of each"),
         (answer(lambda a: a["reply"]["checks"][1].pop()), "not those of the checks"),
@@ -265,6 +282,10 @@ def pickled(folder: Path) -> None:
         (check(float("nan")), "NaN, which is no JSON"),
         (answer(lambda a: a["sha256s"].reverse()), "another sha256 than what was exported"),
         (answer(lambda a: a.update(keys=["0" * 16])), "candidates that are not in the export"),
+        (answer(lambda a: a.update(keys=[], sha256s=[])), "not in the export, or none"),
+        (answer(lambda a: a.update(phase="last")), "phase 'last' is not known"),
+        (roof(value=0), "no roof above 0"),
+        (roof(fraction=-0.5), "fraction=-0.5 is none"),
         (answer(lambda a: a.update(spec="decode")), "its spec is not in the export"),
         (answer(lambda a: a.update(reason="tired")), "reason='tired' is not known"),
         (answer(lambda a: a.update(reason="interrupted")), "says nothing"),
@@ -276,6 +297,7 @@ def pickled(folder: Path) -> None:
         (exported(lambda d: d.update(source_sha256="0" * 64)), "other kernel sources.*again"),
         (exported(swap_choices), "first candidate is not the untuned default"),
         (exported(impossible), "candidate [0-9a-f]{16}: "),
+        (exported(unknown), "its options are not those of the space"),
         (lambda folder: (folder / RESULTS_NAME).unlink(), "run tvmpaged measure .* to its end"),
         (lambda folder: (folder / EXPORT_NAME).unlink(), "it is no export"),
         (lambda folder: os.truncate(folder / RESULTS_NAME, 1000), "is no JSON"),
