@@ -16,6 +16,7 @@ from tune_tools import SPEC, TARGET, FakeMachine, work
 
 from tvmpaged import records, schedules
 from tvmpaged.errors import UserError
+from tvmpaged.tune import run_log
 from tvmpaged.tuning import mlflow_log
 from tvmpaged.tuning.background import QUEUE_SIZE, Background
 from tvmpaged.tuning.interrupt import GivenUpError
@@ -23,8 +24,9 @@ from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.mlflow_log import RunLog, SpecRun
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, answering, tracking_uri
+from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, answering, spec_params, tracking_uri
 from tvmpaged.tuning.trial import Trial
+from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
 
 PARAMS = {"trials": 24, "specs": "x" * 10_000}
@@ -249,6 +251,14 @@ def test_a_login_in_the_address_reaches_nothing_that_is_written(
     check_unhurt(tmp_path, warnings)
     written = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any("hunter2" in text for text in [*warnings, *written])
+
+
+def test_a_login_is_in_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@server")
+    runs = run_log([SPEC], TARGET, Settings(), lambda _: None)
+    assert runs is not None
+    setting = Setting.here(Workload.representative(SPEC)).as_dict()
+    assert "hunter2" not in f"{runs._params} {spec_params(SPEC, TARGET, setting, 0)}"
 
 
 def test_a_broken_database_is_one_warning(tmp_path: Path) -> None:
