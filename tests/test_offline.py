@@ -239,16 +239,15 @@ def swap_choices(data: Any) -> None:
         first[name], second[name] = second[name], first[name]
 
 
-def impossible(data: Any) -> None:
-    last = data["specs"][0]["candidates"][-1]
-    last["choices"]["lanes"] = 7
-    last["key"] = choices_key(last["choices"])
+def choice(name: str, value: Any) -> Callable[[Path], None]:
+    """Return what changes, or adds, an option of the last candidate."""
 
+    def change(data: Any) -> None:
+        last = data["specs"][0]["candidates"][-1]
+        last["choices"][name] = value
+        last["key"] = choices_key(last["choices"])
 
-def unknown(data: Any) -> None:
-    last = data["specs"][0]["candidates"][-1]
-    last["choices"]["speed"] = 9
-    last["key"] = choices_key(last["choices"])
+    return exported(change)
 
 
 def pickled(folder: Path) -> None:
@@ -296,8 +295,11 @@ def pickled(folder: Path) -> None:
         (whole(lambda d: d.update(export_sha256="0" * 64)), "is of another export"),
         (exported(lambda d: d.update(source_sha256="0" * 64)), "other kernel sources.*again"),
         (exported(swap_choices), "first candidate is not the untuned default"),
-        (exported(impossible), "candidate [0-9a-f]{16}: "),
-        (exported(unknown), "its options are not those of the space"),
+        (choice("lanes", 0), "candidate [0-9a-f]{16}: lanes=0 is not in the space"),
+        (choice("prefetch_keys", 10**9), "prefetch_keys=1000000000 is not in the space"),
+        (choice("step", "sideways"), "step='sideways' is not in the space"),
+        (choice("speed", 9), "its options are not those of the space"),
+        (choice("dot_unroll", 3), "candidate [0-9a-f]{16}: dot_unroll=3 does not divide 8"),
         (lambda folder: (folder / RESULTS_NAME).unlink(), "run tvmpaged measure .* to its end"),
         (lambda folder: (folder / EXPORT_NAME).unlink(), "it is no export"),
         (lambda folder: os.truncate(folder / RESULTS_NAME, 1000), "is no JSON"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tvmpaged import records, schedules
+from tvmpaged import records
 from tvmpaged.bundle import BundleError, trust
 from tvmpaged.errors import UserError
 from tvmpaged.records import Record
@@ -29,7 +29,7 @@ from tvmpaged.tuning.outcome import make_record
 from tvmpaged.tuning.results import Results, decode
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.starts import credible, default_start
+from tvmpaged.tuning.starts import credible, default_start, why_not_tried
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.tracked import Tracked
@@ -73,11 +73,11 @@ def _check_choices(source: ExportFolder, exported: ExportedSpec) -> None:
     """Refuse choices that this tvmpaged would not have exported: a record is compiled from them."""
     spec, target = exported.spec, source.export.header.target
     try:
-        space, default = schedules.space(spec, target), default_start(spec, target)
+        default = default_start(spec, target)
         reasons = [
             f"{each.key}: {reason}"
             for each in exported.candidates
-            if (reason := _reject(exported, source, space, each.choices)) is not None
+            if (reason := why_not_tried(spec, target, each.choices)) is not None
         ]
     except ValueError as error:
         raise UserError(f"{source.path}: {spec}: {error}") from error
@@ -85,17 +85,6 @@ def _check_choices(source: ExportFolder, exported: ExportedSpec) -> None:
         raise UserError(f"{source.path}: {spec}: candidate {reasons[0]}")
     if exported.candidates[0].choices != default:
         raise UserError(f"{source.path}: {spec}: its first candidate is not the untuned default")
-
-
-def _reject(
-    exported: ExportedSpec,
-    source: ExportFolder,
-    space: dict[str, tuple[int | str, ...]],
-    choices: dict[str, int | str],
-) -> str | None:
-    if choices.keys() != space.keys():
-        return "its options are not those of the space"
-    return schedules.reject(exported.spec, source.export.header.target, choices)
 
 
 def import_spec(

@@ -42,12 +42,18 @@ def credible(spec: AttentionSpec, target: TargetKey, trials: Iterable[Trial]) ->
 
 def may_be_tried(spec: AttentionSpec, target: TargetKey, choices: Choices) -> bool:
     """Whether a choice list from a file is one of the space, and legal."""
+    return why_not_tried(spec, target, choices) is None
+
+
+def why_not_tried(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
+    """Return why no search would try a choice list from a file; None when one may."""
     space = schedules.space(spec, target)
-    return (
-        choices.keys() == space.keys()
-        and all(choices[name] in values for name, values in space.items())
-        and schedules.reject(spec, target, choices) is None
-    )
+    if choices.keys() != space.keys():
+        return "its options are not those of the space"
+    for name, values in space.items():
+        if choices[name] not in values:
+            return f"{name}={choices[name]!r} is not in the space; allowed: {list(values)}"
+    return schedules.reject(spec, target, choices)
 
 
 def _distance(one: AttentionSpec, other: AttentionSpec) -> int:
