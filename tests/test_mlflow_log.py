@@ -1,6 +1,7 @@
 """What the search writes to MLflow, and that no tracking server can hurt it."""
 
 import json
+import os
 import socket
 import sqlite3
 import threading
@@ -196,6 +197,16 @@ def test_one_command_at_a_time_makes_a_databases_tables(
         assert not made.wait(1.0)
     second.join()
     assert made.is_set()
+
+
+def test_who_connects_reports_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        monkeypatch.delenv(name, raising=False)
+    experiment = SimpleNamespace(experiment_id="1")
+    client = SimpleNamespace(get_experiment_by_name=lambda _name: experiment)
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda _uri: client)
+    Tracking(f"sqlite:///{tmp_path}/mlflow.db")
+    assert (os.environ["MLFLOW_DISABLE_TELEMETRY"], os.environ["DO_NOT_TRACK"]) == ("true", "true")
 
 
 # --- servers that fail ---------------------------------------------------------------------------
