@@ -37,6 +37,7 @@ def logs(tmp_path: Path) -> Path:
         "second",
         ({"unroll": 1, "ahead": 0, "fixed": 7}, 110.0),
         ({"unroll": 2, "ahead": 0, "fixed": 7}, 100.0),
+        ({"unroll": 8, "ahead": 0, "fixed": 7}, 150.0),
     )
     return tmp_path
 

@@ -11,7 +11,9 @@ import torch
 
 from tvmpaged.cli.console import percent
 from tvmpaged.roofs import PRODUCT_SIZE, MeasuredRoof, Roof, product_roof, read_roof, roof_for
+from tvmpaged.tuning import roof
 from tvmpaged.tuning.roof import MIN_ROUNDS, _Round, _summary, measure_roof
+from tvmpaged.tuning.timing import RunQueue, Taken
 
 pytestmark = pytest.mark.runtime
 
@@ -113,7 +115,33 @@ def test_disturbed_rounds_do_not_count_while_there_are_others() -> None:
     noise = [_Round(False, 60.0, 1.0)] * 3
     assert _summary([*noise, *clean]) == (22.0, 0.5)
     # With too few, what was least held up: the best of each.
-    assert _summary([_Round(False, 10.0, 9.0), _Round(False, 20.0, 4.0), clean[0]]) == (20.0, 0.5)
+    few = [_Round(False, 10.0, 9.0), _Round(False, 20.0, 4.0), _Round(True, 5.0, 10.0)]
+    assert _summary(few) == (20.0, 0.5)
+
+
+def test_a_turn_is_its_fastest_call_but_never_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+    made: list[int] = []
+
+    def timed_once(call: Callable[[], None], _queue: RunQueue) -> Taken:
+        call()
+        timed.append(len(made))
+        return Taken(us=100.0 - 10.0 * (len(made) == 3), clean=True, waiting=0.0)
+
+    monkeypatch.setattr(roof, "timed_once", timed_once)
+    queue = RunQueue()
+    assert roof._turn(lambda: made.append(1), queue).us == 90.0
+    queue.close()
+    assert timed == [2, 3, 4, 5, 6]
+
+
+def test_a_busy_machine_ends_the_search_for_undisturbed_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = iter([Taken(us=100.0, clean=False, waiting=0.5)] * 20)
+    monkeypatch.setattr(roof, "_turn", lambda _call, _queue: next(turns))
+    monkeypatch.setattr(roof, "MAX_SECONDS", 0.0)
+    assert measure_roof(Roof("gb_per_s", 1000, lambda: None))["value"] > 0
 
 
 def test_a_fraction_is_a_percentage_or_a_dash() -> None:
