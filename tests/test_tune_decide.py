@@ -17,6 +17,7 @@ from tvmpaged import records, schedules, tune
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency
 from tvmpaged.tuning import finalists, measure_worker, session, task, timing
+from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.machine import Machine
 from tvmpaged.tuning.process import Answer
@@ -56,11 +57,53 @@ def test_a_finalist_that_fails_leaves_the_others_their_turn(tmp_path: Path) -> N
     assert record.choices == work(FakeMachine(tmp_path), tmp_path / "b", trials=24).run().choices
 
 
+class StoppedMachine(FakeMachine):
+    """Is interrupted when the finalists' turn comes."""
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        self.stop |= options.get("phase") == "finalists"
+        return super().measure(spec, workload, merge, candidates, **options)
+
+
+def test_an_interrupt_among_finalists_fails_none_of_them(tmp_path: Path) -> None:
+    with pytest.raises(GivenUpError):
+        work(StoppedMachine(tmp_path), tmp_path, trials=16).run()
+    assert records.load(tmp_path, TARGET, SPEC) is None
+
+
 def test_a_record_holds_the_times_of_winner_and_default(tmp_path: Path) -> None:
     record = work(FakeMachine(tmp_path), tmp_path, trials=24).run()
     assert not record.is_default
     assert record.latency_us.median == pytest.approx(known_us(record.choices), abs=0.01)
     assert record.default_latency_us.median == pytest.approx(known_us(DEFAULT), abs=0.01)
+    expected = known_us(DEFAULT) / known_us(record.choices)
+    assert record.speedup == pytest.approx(expected, abs=1e-3)
+
+
+class DeceivedMachine(FakeMachine):
+    """Sees finalists twice as fast: by the rounds' ratios, or by their times."""
+
+    by = ""
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        answer = super().measure(spec, workload, merge, candidates, **options)
+        if options.get("phase") == "finalists":
+            for each in answer.reply["samples"][1:]:
+                each["speedup"] *= 2 if self.by == "rounds" else 1
+                factor = 2 if self.by == "times" else 1
+                each["times_us"] = [us / factor for us in each["times_us"]]
+        return answer
+
+
+@pytest.mark.parametrize("by", ["rounds", "times"])
+def test_a_winner_is_as_much_faster_as_both_rounds_and_times_say(tmp_path: Path, by: str) -> None:
+    machine = DeceivedMachine(tmp_path)
+    machine.by = by
+    record = work(machine, tmp_path, trials=24).run()
     expected = known_us(DEFAULT) / known_us(record.choices)
     assert record.speedup == pytest.approx(expected, abs=1e-3)
 
@@ -210,6 +253,26 @@ def test_a_batch_ends_before_the_deadline(
     assert found._batch_size() == size
 
 
+@pytest.mark.parametrize(("took", "expected"), [(8.0, 8.0), (2.0, 3.0)])
+def test_slow_batches_count_at_once_and_quick_ones_by_and_by(
+    monkeypatch: pytest.MonkeyPatch, took: float, expected: float
+) -> None:
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    nothing: Any = None
+    found = Session(task=nothing, num_trials=100, deadline=2000.0, starts=[DEFAULT])
+    found._seconds_each, found._batch_began = 4.0, 1000.0 - took
+    found._took([Trial(DEFAULT, reason="run")])
+    assert found._seconds_each == expected
+
+
+def test_without_the_merge_kernel_nothing_is_searched(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    machine.broken = lambda choices: "step" not in choices
+    with pytest.raises(UserError, match=r"merge.* cannot be compiled: broken"):
+        work(machine, tmp_path, trials=8).run()
+    assert machine.measured == []
+
+
 def test_specs_share_the_time_and_leave_some_for_their_finalists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,13 +307,15 @@ def test_specs_share_the_time_and_leave_some_for_their_finalists(
 
 
 def test_a_call_that_waited_for_a_core_is_not_clean() -> None:
-    def once(waited_ns: int) -> timing.Taken:
+    def once(waited_ns: int, seconds: float) -> timing.Taken:
         count = iter((0, waited_ns))
         queue: Any = SimpleNamespace(waited_ns=lambda: next(count))
-        return timing.timed_once(lambda: time.sleep(0.01), queue)
+        return timing.timed_once(lambda: time.sleep(seconds), queue)
 
-    assert once(0).clean
-    assert not once(5_000_000).clean
+    assert once(0, 0.01).clean
+    assert not once(5_000_000, 0.01).clean
+    assert once(15_000, 0.0).clean  # to wake a thread takes as long
+    assert not once(5_000_000, 0.0).clean
 
 
 # --- what is on the disk -----------------------------------------------------------------------

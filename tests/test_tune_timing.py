@@ -95,6 +95,16 @@ def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
     assert timing._speedup(rounds + quiet, 1) == 1.25
 
 
+def test_when_quiet_rounds_are_too_few_the_least_disturbed_count() -> None:
+    def rounds(count: int, us: float, clean: bool, waiting: float) -> list[list[timing.Taken]]:
+        return [[timing.Taken(us, clean, waiting), timing.Taken(500, clean, waiting)]] * count
+
+    found = rounds(10, 500, False, 0.9) + rounds(5, 500, False, 0.1) + rounds(4, 4500, True, 0.0)
+    chosen = timing._undisturbed(found)
+    assert [each[0].waiting for each in chosen] == [0.0] * 4 + [0.1]
+    assert timing._speedup(found, 1) == 1.0  # four rounds decide nothing
+
+
 def test_who_cannot_lead_is_let_go_at_once_and_who_may_is_timed_to_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
