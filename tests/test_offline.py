@@ -127,6 +127,8 @@ def test_the_same_results_twice_change_nothing(measured: Path, tmp_path: Path) -
     before = trials(tmp_path / "logs")
     again = take_in(measured, tmp_path / "logs")
     assert trials(tmp_path / "logs") == before
+    log = records.folder(tmp_path / "logs", TARGET, SPEC) / "trials.jsonl"
+    assert log.read_text().count('"kind": "trial"') == len(FATES)
     assert replace(again, record_id="", created_at="") == replace(
         first, record_id="", created_at=""
     )

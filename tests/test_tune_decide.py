@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -307,15 +307,20 @@ def test_specs_share_the_time_and_leave_some_for_their_finalists(
 
 
 def test_a_call_that_waited_for_a_core_is_not_clean() -> None:
-    def once(waited_ns: int, seconds: float) -> timing.Taken:
+    def once(waited_ns: int, call: Callable[[], None]) -> timing.Taken:
         count = iter((0, waited_ns))
         queue: Any = SimpleNamespace(waited_ns=lambda: next(count))
-        return timing.timed_once(lambda: time.sleep(seconds), queue)
+        return timing.timed_once(call, queue)
 
-    assert once(0, 0.01).clean
-    assert not once(5_000_000, 0.01).clean
-    assert once(15_000, 0.0).clean  # to wake a thread takes as long
-    assert not once(5_000_000, 0.0).clean
+    def long() -> None:
+        time.sleep(0.01)
+
+    def short() -> None: ...
+
+    assert once(0, long).clean
+    assert not once(5_000_000, long).clean
+    assert once(15_000, short).clean  # to wake a thread takes as long
+    assert not once(5_000_000, short).clean
 
 
 # --- what is on the disk -----------------------------------------------------------------------
