@@ -25,7 +25,14 @@ from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.mlflow_log import RunLog, SpecRun
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.tracking import MAX_PARAM, Tracking, answering, spec_params, tracking_uri
+from tvmpaged.tuning.tracking import (
+    MAX_BATCH,
+    MAX_PARAM,
+    Tracking,
+    answering,
+    spec_params,
+    tracking_uri,
+)
 from tvmpaged.tuning.trial import Trial
 from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
@@ -333,15 +340,26 @@ def test_the_search_waits_but_a_moment_for_a_server_that_was_in_time_before() ->
     gate.set()
 
 
-def test_a_run_that_has_its_winner_is_not_opened_again(tmp_path: Path, database: Path) -> None:
-    uri = f"sqlite:///{database}"
-    finished = search(tmp_path, uri, [])
-    runs = RunLog(uri, lambda _: None, PARAMS)
-    setting = Setting.here(Workload.representative(SPEC))
-    run = runs.start_spec(SPEC, TARGET, setting, 0, earlier=finished)
-    runs.close("FINISHED")
-    assert run.id is not None
-    assert run.id != finished
+def test_a_run_that_has_its_winner_is_not_opened_again(database: Path) -> None:
+    def opened(earlier: str | None) -> str | None:
+        runs = RunLog(f"sqlite:///{database}", lambda _: None, PARAMS)
+        setting = Setting.here(Workload.representative(SPEC))
+        run = runs.start_spec(SPEC, TARGET, setting, 0, earlier=earlier)
+        runs.close("FINISHED")
+        return run.id
+
+    finished = opened(None)
+    assert finished is not None
+    assert opened(finished) not in (None, finished)
+
+
+def test_more_points_than_a_server_takes_at_once_all_reach_it() -> None:
+    sent: list[list[Any]] = []
+    client = SimpleNamespace(log_batch=lambda _run, metrics: sent.append(metrics))
+    tracking: Any = SimpleNamespace(client=client)
+    Tracking.log(tracking, "run", points=[("us", float(step), step) for step in range(250)])
+    assert [len(each) for each in sent] == [MAX_BATCH, MAX_BATCH, 50]
+    assert [each.step for batch in sent for each in batch] == list(range(250))
 
 
 # --- where runs go -------------------------------------------------------------------------------

@@ -213,3 +213,18 @@ def test_a_process_is_known_by_its_start_too() -> None:
     assert orphans.is_alive(f"{host} 4194305 {started}") is False
     for strange in ("", "x", f"other {pid} {started}", f"{host} x {started}", "a b c d"):
         assert orphans.is_alive(strange) is None
+
+
+def test_a_process_that_nobody_waited_for_is_gone() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    tag = f"{orphans.writer().rsplit(' ', 2)[0]} {child.pid} {orphans._started(child.pid)}"
+    try:
+        assert orphans.is_alive(tag) is True
+        child.kill()
+        end = time.monotonic() + 10
+        while orphans.is_alive(tag) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert orphans.is_alive(tag) is False
+    finally:
+        child.kill()
+        child.wait()

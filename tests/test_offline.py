@@ -134,6 +134,20 @@ def test_the_same_results_twice_change_nothing(measured: Path, tmp_path: Path) -
     )
 
 
+def test_a_trial_of_the_log_that_no_search_would_try_does_not_count(
+    measured: Path, tmp_path: Path
+) -> None:
+    take_in(measured, tmp_path / "logs")
+    log = records.folder(tmp_path / "logs", TARGET, SPEC) / "trials.jsonl"
+    lines = log.read_text().splitlines()
+    last = max(index for index, line in enumerate(lines) if '"kind": "trial"' in line)
+    strange = json.loads(lines[last])
+    strange["choices"]["lanes"] = 0
+    log.write_text("\n".join([*lines[: last + 1], json.dumps(strange), *lines[last + 1 :], ""]))
+    assert len(trials(tmp_path / "logs")) == len(FATES) + 1
+    assert take_in(measured, tmp_path / "logs").trials == len(FATES)
+
+
 def test_times_of_a_later_round_are_given_by_the_first_rounds_default(
     measured: Path, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_an_interrupt_among_finalists_fails_none_of_them(tmp_path: Path) -> None
 def test_a_record_holds_the_times_of_winner_and_default(tmp_path: Path) -> None:
     record = work(FakeMachine(tmp_path), tmp_path, trials=24).run()
     assert not record.is_default
+    assert record.workload == Workload.representative(SPEC).as_dict()
     assert record.latency_us.median == pytest.approx(known_us(record.choices), abs=0.01)
     assert record.default_latency_us.median == pytest.approx(known_us(DEFAULT), abs=0.01)
     expected = known_us(DEFAULT) / known_us(record.choices)
