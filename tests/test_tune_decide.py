@@ -84,7 +84,7 @@ def test_a_record_holds_the_times_of_winner_and_default(tmp_path: Path) -> None:
 
 
 class DeceivedMachine(FakeMachine):
-    """Sees finalists twice as fast: by the rounds' ratios, or by their times."""
+    """Sees finalists twice as fast: by the rounds' ratios, by their times, or by both."""
 
     by = ""
 
@@ -94,18 +94,20 @@ class DeceivedMachine(FakeMachine):
         answer = super().measure(spec, workload, merge, candidates, **options)
         if options.get("phase") == "finalists":
             for each in answer.reply["samples"][1:]:
-                each["speedup"] *= 2 if self.by == "rounds" else 1
-                factor = 2 if self.by == "times" else 1
+                each["speedup"] *= 2 if self.by in ("rounds", "both") else 1
+                factor = 2 if self.by in ("times", "both") else 1
                 each["times_us"] = [us / factor for us in each["times_us"]]
         return answer
 
 
-@pytest.mark.parametrize("by", ["rounds", "times"])
-def test_a_winner_is_as_much_faster_as_both_rounds_and_times_say(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize(("by", "factor"), [("rounds", 1), ("times", 1), ("both", 2)])
+def test_a_winner_is_as_much_faster_as_both_rounds_and_times_say(
+    tmp_path: Path, by: str, factor: int
+) -> None:
     machine = DeceivedMachine(tmp_path)
     machine.by = by
     record = work(machine, tmp_path, trials=24).run()
-    expected = known_us(DEFAULT) / known_us(record.choices)
+    expected = factor * known_us(DEFAULT) / known_us(record.choices)
     assert record.speedup == pytest.approx(expected, abs=1e-3)
 
 
@@ -272,6 +274,11 @@ def test_without_the_merge_kernel_nothing_is_searched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"merge.* cannot be compiled: broken"):
         work(machine, tmp_path, trials=8).run()
     assert machine.measured == []
+
+
+def test_those_that_are_left_share_the_time_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    assert [session.share_until(1300.0, left) for left in (3, 2, 1)] == [1100.0, 1150.0, 1300.0]
 
 
 def test_specs_share_the_time_and_leave_some_for_their_finalists(

@@ -198,6 +198,11 @@ def test_the_seed_also_decides_what_the_model_guesses_before_it_knows(tmp_path: 
     assert measured[0] == measured[1]
 
 
+def test_each_spec_has_a_seed_of_its_own_that_follows_the_commands() -> None:
+    pairs = [(seed, replace(SPEC, group_size=size)) for seed in (0, 1) for size in (1, 2, 3)]
+    assert len({spec_seed(*each) for each in pairs}) == len(pairs)
+
+
 def test_the_seed_reaches_xgboost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trees draw nothing as they are set up now; whoever turns on sampling relies on this."""
     train, seen = xgboost.train, []
