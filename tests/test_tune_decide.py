@@ -22,6 +22,7 @@ from tvmpaged.tuning.log import read_searches
 from tvmpaged.tuning.machine import Machine
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.session import Session
+from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.work import Settings
@@ -55,6 +56,31 @@ def test_a_finalist_that_fails_leaves_the_others_their_turn(tmp_path: Path) -> N
     record = work(FinalMachine(tmp_path), tmp_path, trials=24).run()
     assert record.failures == {"crash": 1}
     assert record.choices == work(FakeMachine(tmp_path), tmp_path / "b", trials=24).run().choices
+
+
+class SlowFinals(FakeMachine):
+    """Takes twice as long in the finalists' round."""
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        answer = super().measure(spec, workload, merge, candidates, **options)
+        if options.get("phase") == "finalists":
+            for each in answer.reply["samples"]:
+                each["times_us"] = [2 * us for us in each["times_us"]]
+        return answer
+
+
+def test_the_last_that_is_told_is_what_the_record_says(tmp_path: Path) -> None:
+    told: list[Status] = []
+    search = work(SlowFinals(tmp_path), tmp_path, trials=16)
+    search.on_status = told.append
+    record = search.run()
+    assert [each.phase for each in told[-2:]] == ["finalists", "done"]
+    assert told[-1].best_us == record.latency_us.median > 1.5 * (told[-2].best_us or 0)
+    assert told[-1].default_us == record.default_latency_us.median
+    assert told[-1].rate == pytest.approx(record.gb_per_s, rel=1e-3)
+    assert told[-1].roof_fraction == record.roof_fraction
 
 
 class StoppedMachine(FakeMachine):

@@ -267,5 +267,5 @@ def try_all(
     on_status(session.status("finalists"))
     result = decide(task, default, list(session.trials.values()))
     roof = task.measure_roof(beside=result.choices)
-    on_status(session.status("done"))
+    on_status(session.done(result, roof))
     return session, result, roof

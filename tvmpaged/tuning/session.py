@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from tvmpaged.roofs import MeasuredRoof
+from tvmpaged.tuning.finalists import Result
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
@@ -91,7 +93,7 @@ class Session:
         return max(0.0, left) if left != float("inf") else None
 
     def status(self, phase: str) -> Status:
-        """Return how far it is; see `Status` for the phases."""
+        """Return how far the search is; see `Status` for the phases."""
         best, default = self.best(), self.default_trial()
         name, rate, fraction = "", None, None
         if best is not None:
@@ -109,6 +111,25 @@ class Session:
             rate=rate,
             roof_fraction=fraction,
             eta_s=self.eta_s() if phase in ("start", "search") else None,
+        )
+
+    def done(self, result: Result, roof: MeasuredRoof | None) -> Status:
+        """Return the end, by the times of the finals: those of the search may be lucky ones.
+
+        Parameters
+        ----------
+        result : Result
+            Who won.
+        roof : MeasuredRoof or None
+            Measured in turns with the winner.
+        """
+        best_us = result.latency_us.median
+        return replace(
+            self.status("done"),
+            best_us=best_us,
+            default_us=result.default_latency_us.median,
+            rate=self.task.workload.rate(self.task.spec, best_us)[1],
+            roof_fraction=None if roof is None else roof.fraction,
         )
 
     def default_trial(self) -> Trial | None:

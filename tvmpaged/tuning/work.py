@@ -123,7 +123,7 @@ class Work:
             files += [write_summary(folder, record, list(session.trials.values()))]
             files += self._explain(record) if self.runs is not None else []
             tracked.finish(record, files)
-            self._tell(session, "done")
+            self.on_status(session.done(result, roof))
             return record
 
     def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, Tracked]:
