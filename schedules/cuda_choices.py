@@ -17,7 +17,7 @@ from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, Attentio
 
 THREADS = 128
 #: By the least estimate, so that three blocks of `THREADS` have room on a multiprocessor.
-REGISTERS = 156
+REGISTERS = 152
 MOST_ROWS = 8
 #: Keys of a step that one thread takes, best first.
 KEYS = (4, 2)

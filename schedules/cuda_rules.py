@@ -13,7 +13,7 @@ VECTOR_BYTES = 16
 ALIGNMENT_BYTES = 64
 #: Registers that a walk needs besides its arrays: addresses, counters, what is in flight. Less than
 #: any compiled one took, so that nothing is refused that would fit.
-OTHER_REGISTERS = 12
+OTHER_REGISTERS = 8
 
 
 def vectors_per_thread(dim: int, choices: Choices) -> int:
@@ -22,13 +22,33 @@ def vectors_per_thread(dim: int, choices: Choices) -> int:
 
 
 def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
-    """Return the least registers a thread of the walk takes: q, sums, scores, K and V."""
+    """Return what a thread of the walk holds: q, sums, scores, and a step's K and V at once."""
+    k, v = _step_words(spec, choices)
+    return _row_registers(spec, choices) + k + v
+
+
+def least_registers(spec: AttentionSpec, choices: Choices) -> int:
+    """Return what no compiled walk takes less than: V may be loaded once K has been used."""
+    return _row_registers(spec, choices) + max(_step_words(spec, choices))
+
+
+def _row_registers(spec: AttentionSpec, choices: Choices) -> int:
     lanes, rows = int(choices["lanes"]), int(choices["row_tile"])
     elements = lanes * vectors_per_thread(spec.head_dim, choices)
     elements_v = lanes * vectors_per_thread(spec.head_dim_v, choices)
-    keys = int(choices["keys_per_step"] * choices["dim_threads"] // choices["threads"])
-    words = keys * (elements + elements_v) * DTYPE_BYTES[spec.kv_dtype] // 4
-    return rows * (elements + elements_v + keys + 2) + words + OTHER_REGISTERS
+    return rows * (elements + elements_v + _keys(choices) + 2) + OTHER_REGISTERS
+
+
+def _step_words(spec: AttentionSpec, choices: Choices) -> tuple[int, int]:
+    dims = (vectors_per_thread(dim, choices) for dim in (spec.head_dim, spec.head_dim_v))
+    size = int(choices["lanes"]) * DTYPE_BYTES[spec.kv_dtype]
+    k, v = (_keys(choices) * vectors * size // 4 for vectors in dims)
+    return k, v
+
+
+def _keys(choices: Choices) -> int:
+    """Return the keys of a step that one thread takes."""
+    return int(choices["keys_per_step"] * choices["dim_threads"] // choices["threads"])
 
 
 def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
@@ -56,7 +76,7 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
     reason = _reject_shape(spec, choices)
     if reason:
         return reason
-    registers = register_estimate(spec, choices)
+    registers = least_registers(spec, choices)
     most = min(found.registers_per_thread, found.registers_per_sm // threads)
     if registers > most:
         return f"a thread needs {registers} registers or more; it has {most}"
