@@ -147,18 +147,34 @@ def reached(values: list[float], level: float) -> int | None:
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the seeds show together."""
-    needed = [reached(row["model"], row["random"][-1]) for row in rows]
-    own = [reached(row["random"], row["random"][-1]) for row in rows]
     trials = len(rows[0]["model"])
+
+    def mean_trials(search: str, level: Callable[[dict[str, Any]], float]) -> float:
+        # What is not reached counts as all trials, which flatters.
+        return statistics.mean(reached(row[search], level(row)) or trials for row in rows)
+
+    def best_of_random(row: dict[str, Any]) -> float:
+        return float(row["random"][-1])
+
+    def best_of_both(row: dict[str, Any]) -> float:
+        return float(min(row["model"][-1], row["random"][-1]))
+
     return {
         "no_worse": sum(row["speedup"] >= 1 - TIE for row in rows),
         "seeds": len(rows),
         "speedup_median": statistics.median(row["speedup"] for row in rows),
         "speedup_min": min(row["speedup"] for row in rows),
         "speedup_max": max(row["speedup"] for row in rows),
-        # Trials until the level of random search's best; not reached counts as all.
-        "trials_model_mean": statistics.mean(each or trials for each in needed),
-        "trials_random_mean": statistics.mean(each or trials for each in own),
+        "trials_to_best_of_random": {
+            search: mean_trials(search, best_of_random) for search in ("model", "random")
+        },
+        "trials_to_best_of_both": {
+            search: mean_trials(search, best_of_both) for search in ("model", "random")
+        },
+        "reached_best_of_both": {
+            search: sum(reached(row[search], best_of_both(row)) is not None for row in rows)
+            for search in ("model", "random")
+        },
     }
 
 

@@ -61,6 +61,7 @@ def test_a_record_that_lies_in_another_ones_folder_is_refused(tmp_path: Path) ->
     ("change", "said"),
     [
         ({"schema_version": 3}, "schema version 3, not 2"),
+        ({"schema_version": None}, "schema version None, not 2"),
         ({"schema_version": "1"}, "schema version 1, not 2"),
         ({"latency_us": {"median": 1.0}}, "TypeError"),
         ({"latency_us": {**vars(Latency(0.0, 1.0, 1.0, 5))}}, "0.0 us is no time"),
@@ -77,6 +78,17 @@ def test_what_is_no_record_is_refused_with_its_path(
     with pytest.raises(ValueError, match=said) as caught:
         records.load(tmp_path, TARGET, SPEC)
     assert str(path) in str(caught.value)
+
+
+def test_a_record_without_a_field_says_which(tmp_path: Path) -> None:
+    path = records.save(tmp_path, make_record())
+    data = make_record().as_dict()
+    for name in ("choices", "latency_us", "schema_version"):
+        path.write_text(json.dumps({each: data[each] for each in data if each != name}))
+        with pytest.raises(ValueError, match=r"is no record: ") as caught:
+            records.load(tmp_path, TARGET, SPEC)
+        said = "schema version None" if name == "schema_version" else f"{name} missing"
+        assert said in str(caught.value)
 
 
 def test_half_a_record_is_refused(tmp_path: Path) -> None:

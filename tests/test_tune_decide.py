@@ -275,7 +275,8 @@ def test_a_batch_ends_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, left: float, size: int
 ) -> None:
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    task: Any = SimpleNamespace(machine=SimpleNamespace(interrupted=lambda: False))
+    machine = SimpleNamespace(interrupted=lambda: False)
+    task: Any = SimpleNamespace(machine=machine, answers={})
     found = Session(task=task, num_trials=100, deadline=1000.0 + left, starts=[DEFAULT])
     found.trials = {"x": Trial(DEFAULT, reason="run")}
     found._seconds_each = 1.0
@@ -287,11 +288,24 @@ def test_slow_batches_count_at_once_and_quick_ones_by_and_by(
     monkeypatch: pytest.MonkeyPatch, took: float, expected: float
 ) -> None:
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    nothing: Any = None
-    found = Session(task=nothing, num_trials=100, deadline=2000.0, starts=[DEFAULT])
+    task: Any = SimpleNamespace(answers={"new": None})
+    found = Session(task=task, num_trials=100, deadline=2000.0, starts=[DEFAULT])
     found._seconds_each, found._batch_began = 4.0, 1000.0 - took
     found._took([Trial(DEFAULT, reason="run")])
     assert found._seconds_each == expected
+
+
+def test_what_a_resumed_log_answers_says_nothing_of_the_time_left(tmp_path: Path) -> None:
+    work(FakeMachine(tmp_path), tmp_path, trials=24).run()
+    told: list[Status] = []
+    resumed = work(FakeMachine(tmp_path), tmp_path, trials=40, resume=True)
+    resumed.on_status = told.append
+    resumed.run()
+    searching = [each for each in told if each.phase in ("start", "search")]
+    from_log = [each for each in searching if each.trials <= 24]
+    assert len(from_log) >= 3
+    assert all(each.eta_s is None for each in from_log)
+    assert all(each.eta_s is not None for each in searching if each.trials > 24)
 
 
 def test_without_the_merge_kernel_nothing_is_searched(tmp_path: Path) -> None:

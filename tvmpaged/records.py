@@ -178,13 +178,16 @@ class Record:
 
         Raises
         ------
-        KeyError, TypeError, ValueError
-            When a field is missing, or the schema is another one.
+        AttributeError, TypeError, ValueError
+            When a field is missing or of another kind, or the schema is another one.
         """
-        if data["schema_version"] == 1:
+        version = data.get("schema_version")
+        if version == 1:
             data = dict.fromkeys(_UNKNOWN_IN_1) | data
-        elif data["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema version {data['schema_version']}, not {SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION:
+            raise ValueError(f"schema version {version}, not {SCHEMA_VERSION}")
+        if missing := [each.name for each in fields(cls) if each.name not in data]:
+            raise ValueError(f"{', '.join(missing)} missing")
         values = {each.name: data[each.name] for each in fields(cls)}
         values |= {
             "spec": AttentionSpec.parse(data["spec"]),
@@ -214,7 +217,9 @@ def load(root: Path, target: TargetKey, spec: AttentionSpec) -> Record | None:
         record = Record.from_dict(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
+        raise ValueError(f"{path} is no record: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no record: {type(error).__name__}: {error}") from error
     if (record.spec, record.target) != (spec, target):
         raise ValueError(f"{path} is the record of {record.spec} for {record.target}")

@@ -45,6 +45,7 @@ class Session:
     on_batch: Callable[[list[Trial]], None] = lambda _batch: None
     trials: dict[str, Trial] = field(default_factory=dict)
     _batch_began: float = 0.0
+    _known_before: int = 0
     _seconds_each: float = 0.0
 
     @property
@@ -62,7 +63,7 @@ class Session:
             self._took([each for each in trials if each.reason != "interrupted"])
 
     def _batch_size(self) -> int:
-        self._batch_began = time.monotonic()
+        self._batch_began, self._known_before = time.monotonic(), len(self.task.answers)
         if self.task.machine.interrupted():
             return 0
         wanted = min(BATCH, self.num_trials - len(self.trials))
@@ -74,9 +75,11 @@ class Session:
         return wanted if left > 0 else 0
 
     def _took(self, batch: list[Trial]) -> None:
-        seconds = (time.monotonic() - self._batch_began) / max(1, len(batch))
-        # Slow batches count at once, quick ones by and by: a deadline is a promise.
-        self._seconds_each = max(seconds, (self._seconds_each + seconds) / 2)
+        # What was answered before, by a log that is resumed, took no time and tells of none.
+        if tried := len(self.task.answers) - self._known_before:
+            seconds = (time.monotonic() - self._batch_began) / tried
+            # Slow batches count at once, quick ones by and by: a deadline is a promise.
+            self._seconds_each = max(seconds, (self._seconds_each + seconds) / 2)
         self.trials.update({each.key: each for each in batch})
         self.on_batch(batch)
 
