@@ -137,7 +137,7 @@ def test_a_kernel_that_raises_is_a_failure_and_the_others_are_tried(real: Path) 
 def test_an_artifact_that_is_not_served_is_said(real: Path) -> None:
     found = artifact(SPEC, sha256="0" * 64)
     with pytest.raises(verify_numbers.NotServedError, match="another artifact"):
-        verify_numbers.error_of(
+        verify_numbers.attention_of(
             found, lambda *args, **options: PagedAttention(*args, bundle=real, **options)
         )
 

@@ -26,11 +26,14 @@ from tvmpaged.recorded import note_on, state_of, with_record
 from tvmpaged.records import Record
 from tvmpaged.sm import limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey, native_family
+from tvmpaged.tryout import try_out
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SCHEMA_VERSION = 1
+
+_VERIFY_THERE = "run tvmpaged verify --numbers on a machine that they are for"
 
 #: Called with how many artifacts are done, how many there are, and the last one's name.
 Progress = Callable[[int, int, str], None]
@@ -132,6 +135,7 @@ def package(
     """Compile specs for targets into a bundle.
 
     A spec with a record for its target becomes a tuned artifact, another one an untuned default. A
+    tuned artifact that this machine can run and that computes something wrong does not enter. A
     spec that fails leaves the others alone; what the bundle already holds is not compiled again.
 
     Parameters
@@ -229,6 +233,9 @@ class _Work:
             else:
                 artifact = replace(wanted[outcome.job.spec], resources=outcome.resources)
                 built.append(Built(artifact, outcome.data))
+        wrong, not_run = try_out(header, built, self.out)
+        failures |= wrong
+        built = [each for each in built if each.artifact.spec not in wrong]
 
         if built or (self.key is not None and existing is not None):
             # Without new ones nothing may go, whatever was allowed to.
@@ -245,6 +252,8 @@ class _Work:
         folder = self.out / str(self.target)
         states = {each.spec: state_of(each) for each in found}
         notes = tuple(note_on(each) for each in found if state_of(each) != CURRENT)
+        if not_run:
+            notes += (f"{self.target}: tuned kernels were not run: {not_run}; {_VERIFY_THERE}",)
         if self.target.kind == "cuda" and limits(self.target.arch)[1]:
             notes = (limits(self.target.arch)[1], *notes)
         return Packaged(self.target, folder, decision, failures, notes, states)

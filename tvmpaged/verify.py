@@ -19,6 +19,7 @@ from tvmpaged.bundle import (
     scan,
 )
 from tvmpaged.cpu import native_target
+from tvmpaged.spec import ATTENTION_KERNELS
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -38,7 +39,7 @@ class Check:
     what : str
         A folder, a file or a spec.
     name : str
-        The check: ``files``, ``hash``, ``signature``, ``runs here``, ``numbers``.
+        The check: ``files``, ``hash``, ``signature``, ``runs here``, ``numbers``, ``relations``.
     outcome : str
         ``ok``, ``failed`` or ``not run``.
     detail : str
@@ -143,19 +144,29 @@ def _check_numbers(
         yield Check(str(folder.path), "numbers", "not run", reason)
         return
     for artifact in folder.manifest.artifacts:
-        yield _check_number(folder, artifact, make_attention)
+        yield from _run_artifact(folder, artifact, make_attention)
 
 
-def _check_number(folder: Folder, artifact: Artifact, make_attention: MakeAttention) -> Check:
-    from tvmpaged.verify_numbers import NotServedError, error_of
+def _run_artifact(
+    folder: Folder, artifact: Artifact, make_attention: MakeAttention
+) -> Iterator[Check]:
+    from tvmpaged.relations import relations
+    from tvmpaged.verify_numbers import TOLERANCES, NotServedError, attention_of, error_of
 
-    what = artifact.file
+    spec, what, name = artifact.spec, artifact.file, "numbers"
     try:
         with prefer(folder):
-            error, limit = error_of(artifact, make_attention)
+            attention = attention_of(artifact, make_attention)
+            error, limit = error_of(spec, attention)
+            outcome = "ok" if error <= limit else "failed"
+            yield Check(what, name, outcome, f"error {error:.2e}, at most {limit:.1e}")
+            if spec.kernel in ATTENTION_KERNELS:
+                name = "relations"
+                tried = list(relations(attention, spec.kernel, TOLERANCES[spec.out_dtype]))
+                broken = [str(each) for each in tried if not each.holds]
+                detail = "; ".join(broken) or f"{len(tried)} hold"
+                yield Check(what, name, "failed" if broken else "ok", detail)
     except NotServedError as not_served:
-        return Check(what, "numbers", "not run", str(not_served))
+        yield Check(what, name, "not run", str(not_served))
     except Exception as raised:  # noqa: BLE001, whatever running it raised is the finding
-        return Check(what, "numbers", "failed", f"{type(raised).__name__}: {raised}")
-    outcome = "ok" if error <= limit else "failed"
-    return Check(what, "numbers", outcome, f"error {error:.2e}, at most {limit:.1e}")
+        yield Check(what, name, "failed", f"{type(raised).__name__}: {raised}")

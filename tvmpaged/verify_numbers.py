@@ -11,6 +11,7 @@ import torch
 from tvmpaged import reference
 from tvmpaged.bundle import Artifact
 from tvmpaged.layout import to_hnd
+from tvmpaged.spec import AttentionSpec
 
 #: dtype of out -> greatest ||out - ref|| / ||ref||. Float32 sums a few thousand products; the
 #: 16-bit ones round out and may round probabilities: some units of their last place (2**-11 and
@@ -31,8 +32,8 @@ class NotServedError(Exception):
     """The runtime does not serve this artifact here; the message says why."""
 
 
-def error_of(artifact: Artifact, make_attention: Callable[..., Any]) -> tuple[float, float]:
-    """Return an artifact's error ||out - ref|| / ||ref|| and the greatest that is allowed.
+def attention_of(artifact: Artifact, make_attention: Callable[..., Any]) -> Any:
+    """Return a `PagedAttention` that is served by an artifact.
 
     Parameters
     ----------
@@ -65,6 +66,19 @@ def error_of(artifact: Artifact, make_attention: Callable[..., Any]) -> tuple[fl
         raise NotServedError(str(error)) from error
     if attention.describe()["kernels"][spec.kernel]["sha256"] != artifact.sha256:
         raise NotServedError("the runtime takes another artifact for it")
+    return attention
+
+
+def error_of(spec: AttentionSpec, attention: Any) -> tuple[float, float]:
+    """Return a kernel's error ||out - ref|| / ||ref|| and the greatest that is allowed.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+        Names the kernel.
+    attention : PagedAttention
+        From `attention_of`.
+    """
     if spec.kernel == "append_kv":
         return _append_error(attention), 0.0
     if spec.kernel == "copy_blocks":
