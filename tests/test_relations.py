@@ -94,7 +94,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", TUNED, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**31))
 def test_tuned_kernels_satisfy_them(tuned: Path, spec: AttentionSpec, seed: int) -> None:
     artifact = read_manifest(tuned, TARGET).find(spec)
