@@ -237,6 +237,14 @@ class BlockManager:
         seq.token_ids += new
         self._grow(seq)
 
+    def pending_copies(self) -> list[tuple[int, int]]:
+        """Return what `take_copies` would hand over; they stay pending.
+
+        Who runs them first and takes them afterwards loses none to an interrupt in between: until
+        a step writes K/V, copies may run twice.
+        """
+        return [(copy.source, destination) for destination, copy in self._copies.items()]
+
     def take_copies(self) -> list[tuple[int, int]]:
         """Hand over the pending copies, each once; run them before the step writes K/V.
 
@@ -246,10 +254,9 @@ class BlockManager:
             (source, destination) block ids. No destination occurs twice or is also a source, so
             the copies may run in any order, or all at once.
         """
-        copies = [(copy.source, destination) for destination, copy in self._copies.items()]
-        self._copies.clear()
-        self._num_reads.clear()
+        copies = self.pending_copies()
         self.num_copied_blocks += len(copies)
+        self._copies, self._num_reads = {}, Counter()
         return copies
 
     def commit(self, seq_id: Hashable, num_tokens: int | None = None) -> None:

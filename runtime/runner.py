@@ -62,10 +62,11 @@ class Runner:
         torch.Tensor
             ``[num_ends, vocab_size]`` float32: one row for each row that reaches its end, in order.
         """
-        copies = self.block_manager.take_copies()
+        copies = self.block_manager.pending_copies()
         if copies:
             pairs = np.asarray(copies, dtype=np.int32)
             self.attention.copy_blocks(self.k_caches, self.v_caches, pairs)
+            self.block_manager.take_copies()  # only now: an interrupt before loses none
         starts = np.array([row.seq.num_computed for row in rows])
         counts = np.array([row.num_new for row in rows])
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)

@@ -838,3 +838,16 @@ def test_the_recount_finds_what_is_wrong(fault: Any) -> None:
     with pytest.raises(IntegrityError, match=r"block|sequence|cop(y|ies)"):
         bm.check_integrity()
     assert issubclass(IntegrityError, AssertionError)
+
+
+def test_pending_copies_stay_until_they_are_taken() -> None:
+    bm = BlockManager(8, 4)
+    bm.allocate("a", [1, 2, 3])
+    bm.commit("a")
+    bm.fork("a", "b")
+    bm.append("b", [4])
+    assert bm.pending_copies() == bm.pending_copies() == [(0, 1)]
+    assert bm.num_copied_blocks == 0
+    assert bm.take_copies() == [(0, 1)]
+    assert bm.pending_copies() == bm.take_copies() == []
+    bm.check_integrity()

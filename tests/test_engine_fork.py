@@ -156,3 +156,23 @@ def test_what_cannot_be_forked_is_named() -> None:
     run_to_end(engine)
     with pytest.raises(ValueError, match="request_id='parent' is unknown or finished"):
         engine.fork("parent")
+
+
+def test_copies_survive_an_interrupt_before_they_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's last block would else hold nothing, and its tokens be others."""
+    engine = started(SamplingParams(max_tokens=AFTER, **GREEDY))
+    child = engine.fork("parent")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.attention, "copy_blocks", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.block_manager.pending_copies()
+    last = run_to_end(engine)
+    expected = greedy_tokens(tuple(PROMPT), AFTER)
+    for name in ("parent", child):
+        assert last[name].outputs[0].token_ids == expected
+    assert engine.stats().num_blocks_copied == 1
