@@ -61,6 +61,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             new_seq_id=self._core.new_seq_id,
+            is_taken=lambda name: name in self._core.requests or name in self._undelivered,
         )
         self._undelivered: dict[str, RequestOutput] = {}
 

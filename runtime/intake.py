@@ -34,6 +34,8 @@ class Intake:
         The engine's limits.
     new_seq_id : callable
         Names sequences.
+    is_taken : callable
+        Tells whether a request has a name already.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Intake:
         max_model_len: int,
         max_num_seqs: int,
         new_seq_id: Callable[[], int],
+        is_taken: Callable[[str], bool],
     ) -> None:
         self._model = model
         self._manager = block_manager
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._new_seq_id = new_seq_id
+        self._is_taken = is_taken
         self._arrivals = itertools.count()
 
     def request(
@@ -113,7 +117,7 @@ class Intake:
         arrival = next(self._arrivals)
         seed = params.seed if isinstance(params, SamplingParams) else 0
         return Request(
-            request_id=f"request-{arrival}" if request_id is None else request_id,
+            request_id=self._free_name(arrival) if request_id is None else request_id,
             arrival=arrival,
             prompt=text,
             prompt_token_ids=token_ids,
@@ -124,6 +128,11 @@ class Intake:
                 len(token_ids), params, self._manager, self._max_model_len, self._max_num_seqs
             ),
         )
+
+    def _free_name(self, arrival: int) -> str:
+        """Return a name for a request that came without one; a user may have taken the first."""
+        names = (f"request-{number}" for number in itertools.count(arrival))
+        return next(name for name in names if not self._is_taken(name))
 
     def _detokenizer(self, request: Request) -> Detokenizer:
         params = request.params

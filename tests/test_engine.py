@@ -220,6 +220,22 @@ def test_generate_keeps_the_outputs_of_requests_added_before() -> None:
     assert tokens_of([run_to_end(engine)["mine"]]) == expected([PROMPTS[3]])
 
 
+def test_a_name_that_the_engine_picks_is_nobodys() -> None:
+    """Neither that of a request which runs, nor of one whose output nobody has fetched yet."""
+    engine = tiny_engine()
+    for number in (1, 2, 4):
+        engine.add_request(f"request-{number}", PROMPTS[3], greedy())
+    engine.generate([PROMPTS[2]], greedy(max_tokens=200))  # the others end meanwhile
+    assert not engine._core.requests
+    picked = [engine.add_request(None, PROMPTS[1], greedy()) for _ in range(3)]
+    last = {result.request_id: result for result in engine.step()}
+    picked.append(engine.fork(picked[0]))
+    last |= run_to_end(engine)
+    assert last.keys() == {*picked, "request-1", "request-2", "request-4"}
+    assert len(last) == 7
+    assert tokens_of([last["request-4"]]) == expected([PROMPTS[3]])
+
+
 def test_abort_gives_the_blocks_back() -> None:
     engine = tiny_engine(max_num_batched_tokens=8)
     names = [engine.add_request(None, prompt, greedy(n=2)) for prompt in PROMPTS]
