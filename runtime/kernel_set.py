@@ -25,6 +25,9 @@ from tvmpaged.spec import AttentionSpec
 #: time between two layers, bounded so that torch's threads get the cores back.
 SPIN_COUNT = "20000"
 
+#: What kinds of kernels there are, best first.
+KINDS = ("tuned", "default", "compiled", "generic", "reference")
+
 #: Set to 1, what no bundle has is compiled when it is first asked for.
 COMPILE_VARIABLE = "TVMPAGED_COMPILE_ON_MISS"
 
@@ -52,7 +55,7 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """``tuned``, ``default``, ``generic``, ``compiled`` or ``reference``."""
+        """One of `KINDS`."""
         return str(self.description["kind"])
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvmpaged.planning.items import Shape, WorkList, balance, make_items
+from tvmpaged.planning.items import Shape, balance, make_items
 from tvmpaged.planning.step import Step
 from tvmpaged.runtime.kernel_set import Kernel
+from tvmpaged.runtime.tensors import ALIGNMENT_BYTES
 
 #: Kernels of one step by the sequences they take.
 PHASES = ("decode", "prefill")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: What a plan's memory is counted in.
+_WORD_BYTES = 4
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass
@@ -24,6 +32,9 @@ class Plan:
     Holds copies of its inputs and its own scratch. Valid for the `PagedAttention` that made it
     until a block table of its sequences changes or its memory is given to another plan, with any
     layer's cache.
+
+    `slot_mapping` is yours: `append_kv` sees whatever is written to it, and checks it again then.
+    The other tensors are what kernels read on trust; never write to them.
 
     Parameters
     ----------
@@ -35,8 +46,8 @@ class Plan:
         New tokens of the step.
     max_block_id, max_slot : int
         The largest used; compared with a cache's shape.
-    slot_version : int
-        torch's version of `slot_mapping` when it was checked; a later one was written to.
+    slots : torch.Tensor
+        A copy of `slot_mapping` for the kernel.
     block_table : torch.Tensor
         ``[num_seqs, max_blocks_per_seq]`` int32.
     work : dict
@@ -46,7 +57,7 @@ class Plan:
     partial_out, partial_lse, lse : torch.Tensor
         Scratch.
     buffers : Buffers
-        The memory behind all of these.
+        The memory behind all of these but `slot_mapping`.
     generation : int
         Which of the plans made in that memory this is.
     """
@@ -56,7 +67,7 @@ class Plan:
     num_tokens: int
     max_block_id: int
     max_slot: int
-    slot_version: int
+    slots: torch.Tensor
     block_table: torch.Tensor
     work: dict[str, tuple[torch.Tensor, torch.Tensor]]
     merge_items: torch.Tensor | None
@@ -72,39 +83,56 @@ class Plan:
         return self.generation == self.buffers.generation
 
 
+#: Name -> shape and dtype.
+Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
 class Buffers:
-    """Memory of a plan, and of those made ``into`` it: flat tensors by name, of fixed capacity.
+    """Memory of a plan, and of those made ``into`` it: one stretch, cut into buffers by name.
+
+    Where a buffer starts, and what it can hold, stays as the first plan needed it.
 
     Parameters
     ----------
-    elements : dict
-        Name -> number of elements and their dtype.
+    shapes : mapping
+        What the first plan keeps.
     """
 
-    def __init__(self, elements: dict[str, tuple[int, torch.dtype]]) -> None:
+    def __init__(self, shapes: Shapes) -> None:
         self.generation = 0
-        # One element at least: an empty tensor has no address to align.
-        self.flat = {
-            name: torch.empty(max(1, count), dtype=dtype)
-            for name, (count, dtype) in elements.items()
-        }
+        self._buffers: dict[str, tuple[int, int]] = {}  # name -> start in words, elements
+        words = 0
+        for name, (shape, dtype) in shapes.items():
+            # One element at least: an empty tensor has no address to align.
+            count = max(1, math.prod(shape))
+            self._buffers[name] = words, count
+            words += -(-count * dtype.itemsize // ALIGNMENT_BYTES) * (
+                ALIGNMENT_BYTES // _WORD_BYTES
+            )
+        self._memory = torch.empty(words, dtype=torch.int32).numpy()
 
-    def take_over(self, elements: dict[str, tuple[int, torch.dtype]]) -> None:
+    def take_over(self, shapes: Shapes) -> None:
         """Hand the memory to a new plan; the one before is no longer current.
 
         Raises
         ------
         ValueError
-            When it is too small. Nothing has been written then.
+            When it is too small. Nothing has changed then.
         """
-        for name, (count, _) in elements.items():
-            capacity = len(self.flat[name])
-            if capacity < count:
+        for name, (shape, _) in shapes.items():
+            _, capacity = self._buffers.get(name, (0, 0))
+            if capacity < math.prod(shape):
                 raise ValueError(
                     f"into: its buffer {name!r} holds {capacity} elements, this step needs "
-                    f"{count}; make the plan that is reused from the largest step"
+                    f"{math.prod(shape)}; make the plan that is reused from the largest step"
                 )
         self.generation += 1
+
+    def view(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return as much of a buffer as a shape needs."""
+        start, _ = self._buffers[name]
+        end = start + math.prod(shape) * dtype.itemsize // _WORD_BYTES
+        return self._memory[start:end].view(dtype).reshape(shape)
 
 
 def make_plan(
@@ -144,28 +172,27 @@ def make_plan(
         When that memory is too small; `into` stays as it was.
     """
     group_size = num_qo_heads // num_kv_heads
-    q_lens = step.q_lens
-    sequences = {"decode": np.flatnonzero(q_lens == 1), "prefill": np.flatnonzero(q_lens > 1)}
-    work: dict[str, WorkList] = {}
+    sequences = {"decode": step.q_lens == 1, "prefill": step.q_lens > 1}
+    arrays: dict[str, Array] = {"slots": step.slot_mapping, "block_table": step.block_table}
     merges, partials = [], 0
     for phase in PHASES:
+        (mine,) = sequences[phase].nonzero()
+        if not len(mine):
+            continue
         choices = kernels[phase].choices
         # A decode item holds its whole group, whatever the row tile that walks it.
         row_tile = group_size if phase == "decode" else int(choices["row_tile"])
         shape = Shape(row_tile, int(choices["split_length"]))
         items, merge, partials = make_items(
-            step, sequences[phase], shape, num_kv_heads, group_size, causal, partials
+            step, mine, shape, num_kv_heads, group_size, causal, partials
         )
-        work[phase] = balance(items, num_workers)
-        merges.append(merge)
+        arrays[f"{phase}_items"] = items
+        arrays[f"{phase}_offsets"] = balance(items, num_workers).offsets
+        if len(merge):
+            merges.append(merge)
+    if merges:
+        arrays["merges"] = merges[0] if len(merges) == 1 else np.concatenate(merges)
     rows = max(1, partials)
-    arrays: dict[str, np.ndarray[Any, Any]] = {
-        **{f"{phase}_items": each.items for phase, each in work.items()},
-        **{f"{phase}_offsets": each.offsets for phase, each in work.items()},
-        "slot_mapping": step.slot_mapping,
-        "merges": np.concatenate(merges),
-        "block_table": step.block_table,
-    }
     scratch = {
         "partial_out": (rows, num_qo_heads, head_dim_v),
         "partial_lse": (rows, num_qo_heads),
@@ -174,18 +201,18 @@ def make_plan(
     buffers, views = _lay_out(arrays, scratch, None if into is None else into.buffers)
     return Plan(
         signature=signature,
-        slot_mapping=views["slot_mapping"],
+        slot_mapping=torch.from_numpy(step.slot_mapping),
         num_tokens=step.num_tokens,
         max_block_id=step.max_block_id,
         max_slot=step.max_slot,
-        slot_version=views["slot_mapping"]._version,
+        slots=views["slots"],
         block_table=views["block_table"],
         work={
             phase: (views[f"{phase}_items"], views[f"{phase}_offsets"])
             for phase in PHASES
-            if not work[phase].is_empty
+            if f"{phase}_items" in views
         },
-        merge_items=views["merges"] if len(views["merges"]) else None,
+        merge_items=views.get("merges"),
         partial_out=views["partial_out"],
         partial_lse=views["partial_lse"],
         lse=views["lse"],
@@ -195,23 +222,19 @@ def make_plan(
 
 
 def _lay_out(
-    arrays: dict[str, np.ndarray[Any, Any]],
-    scratch: dict[str, tuple[int, ...]],
-    reused: Buffers | None,
+    arrays: dict[str, Array], scratch: dict[str, tuple[int, ...]], reused: Buffers | None
 ) -> tuple[Buffers, dict[str, torch.Tensor]]:
     """Copy arrays into new or reused memory, beside float32 scratch; return both by name."""
-    contents = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    shapes = {name: tuple(each.shape) for name, each in contents.items()} | scratch
-    elements = {name: (each.numel(), each.dtype) for name, each in contents.items()}
-    elements |= {name: (math.prod(shape), torch.float32) for name, shape in scratch.items()}
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        name: (array.shape, array.dtype) for name, array in arrays.items()
+    }
+    shapes.update((name, (shape, _FLOAT32)) for name, shape in scratch.items())
     if reused is None:
-        buffers = Buffers(elements)
+        buffers = Buffers(shapes)
     else:
         buffers = reused
-        buffers.take_over(elements)
-    views = {
-        name: buffers.flat[name][:count].view(shapes[name]) for name, (count, _) in elements.items()
-    }
-    for name, content in contents.items():
-        views[name].copy_(content)
-    return buffers, views
+        buffers.take_over(shapes)
+    views = {name: buffers.view(name, *each) for name, each in shapes.items()}
+    for name, array in arrays.items():
+        views[name][...] = array
+    return buffers, {name: torch.from_numpy(view) for name, view in views.items()}

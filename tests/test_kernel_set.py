@@ -101,6 +101,8 @@ def test_describe_says_stale_and_tuned_elsewhere(
         assert kernels["decode"]["kind"] == "tuned"
         return found["state"], kernels["decode"]["state"], kernels["merge"]["state"]
 
+    # Decode is tuned, but prefill is not: so is not the whole.
+    assert PagedAttention(6, 2, 64, 16, "float32", bundle=tuned).describe()["kind"] == "generic"
     assert states() == ("tuned elsewhere", "tuned elsewhere", "current")
     monkeypatch.setattr("tvmpaged.freshness.cpu_model", lambda: "Z80")
     assert states() == ("current", "current", "current")

@@ -57,7 +57,7 @@ def test_plain_tensors_are_taken_as_they_are(
     called: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attn, plan, q, k, v, out = called
-    monkeypatch.setattr(attn, "_run_checked", None)
+    monkeypatch.setattr(attn._launch, "_attend_checked", None)
     found = torch.empty(q.shape)
     assert attn.run(plan, q.contiguous(), k, v, out=found) is found
     assert torch.equal(found, out)
