@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from tvmpaged.runtime.attention_kernels import attention_specs, check_count, loa
 from tvmpaged.runtime.cache_format import CacheFormat
 from tvmpaged.runtime.kernel_set import KINDS
 from tvmpaged.runtime.launch import Launch
-from tvmpaged.runtime.plan import PHASES, Plan, make_plan
+from tvmpaged.runtime.plan import PHASES, Buffers, Plan, make_plan
 
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
@@ -98,6 +97,9 @@ class PagedAttention:
         self._launch = Launch(self._kernels, self._caches, self.num_qo_heads, self.dtype)
         self._num_workers = num_threads()
         self._last_plan: Callable[[], Plan | None] = lambda: None
+        #: Memory of the last two plans: where a step's plan replaces the last one's, that is alive
+        #: while the next is made.
+        self._memory: list[Buffers] = []
 
     @classmethod
     def supports(
@@ -237,8 +239,12 @@ class PagedAttention:
             causal=causal,
             num_workers=self._num_workers,
             into=into,
+            spare=next((each for each in self._memory if each.owner() is None), None),
         )
-        self._last_plan = weakref.ref(plan)
+        self._last_plan = plan.buffers.owner
+        others = [each for each in self._memory if each is not plan.buffers]
+        # Memory that was passed as `into` is its owner's to give away.
+        self._memory = [*others[-1:], plan.buffers] if into is None else others
         return plan
 
     def append_kv(
@@ -318,14 +324,7 @@ class PagedAttention:
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-        result: Any
-        lse: Any
-        result, lse = self._launch.attend(plan, q, k_cache, v_cache, sm_scale, out, return_lse)
-        if isinstance(q, np.ndarray):
-            result, lse = result.numpy(), lse.numpy()
-        if out is not None:
-            result = out
-        return (result, lse) if return_lse else result
+        return self._launch.attend(plan, q, k_cache, v_cache, sm_scale, out, return_lse)
 
     def copy_blocks(self, k_cache: Caches, v_cache: Caches, block_copies: Any) -> None:
         """Copy whole blocks inside the caches: the write of copy-on-write.

@@ -60,26 +60,24 @@ class Launch:
 
     def attend(
         self, plan: Plan, q: Any, k_cache: Any, v_cache: Any, scale: Any, out: Any, with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run attention; see `PagedAttention.run`.
-
-        Returns
-        -------
-        out, lse : torch.Tensor
-            The lse is the plan's scratch unless it was asked for.
-        """
+    ) -> Any:
+        """Run attention; see `PagedAttention.run`."""
         if (
             not isinstance(plan, Plan)
             or plan.signature != self.signature
-            or plan.generation != plan.buffers.generation
+            or plan.buffers.owner() is not plan
         ):
             self._refuse_plan(plan)
         scale = self._default_scale if scale is None else _checked_scale(scale)
         lse = torch.empty_like(plan.lse) if with_lse else plan.lse
-        result = self._attend_plain(plan, q, k_cache, v_cache, out, lse, scale)
+        result: Any = self._attend_plain(plan, q, k_cache, v_cache, out, lse, scale)
         if result is None:
             result = self._attend_checked(plan, q, k_cache, v_cache, out, lse, scale)
-        return result, lse
+            if isinstance(q, np.ndarray):
+                result, lse = result.numpy(), lse.numpy()
+            if out is not None:
+                result = out
+        return (result, lse) if with_lse else result
 
     def _attend_plain(
         self, plan: Plan, q: Any, k_cache: Any, v_cache: Any, out: Any, lse: Any, scale: float

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from tvmpaged.planning.indices import LongArray
 from tvmpaged.planning.items import Shape, balance, make_items
 from tvmpaged.planning.step import Step
 from tvmpaged.runtime.kernel_set import Kernel
@@ -58,8 +60,6 @@ class Plan:
         Scratch.
     buffers : Buffers
         The memory behind all of these but `slot_mapping`.
-    generation : int
-        Which of the plans made in that memory this is.
     """
 
     signature: tuple[Any, ...]
@@ -75,12 +75,11 @@ class Plan:
     partial_lse: torch.Tensor
     lse: torch.Tensor
     buffers: Buffers = field(repr=False, compare=False)
-    generation: int
 
     @property
     def is_current(self) -> bool:
         """False once a later plan has taken this one's memory over (``into=``)."""
-        return self.generation == self.buffers.generation
+        return self.buffers.owner() is self
 
 
 #: Name -> shape and dtype.
@@ -88,7 +87,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class Buffers:
-    """Memory of a plan, and of those made ``into`` it: one stretch, cut into buffers by name.
+    """Memory of a plan, and of those made in it later: one stretch, cut into buffers by name.
 
     Where a buffer starts, and what it can hold, stays as the first plan needed it.
 
@@ -96,10 +95,17 @@ class Buffers:
     ----------
     shapes : mapping
         What the first plan keeps.
+
+    Attributes
+    ----------
+    owner : callable
+        Returns the plan that this memory belongs to; None when that is gone.
+    arrays, tensors : dict
+        Name -> the buffer in the shape that the owner needs.
     """
 
     def __init__(self, shapes: Shapes) -> None:
-        self.generation = 0
+        self.owner: Callable[[], Plan | None] = lambda: None
         self._buffers: dict[str, tuple[int, int]] = {}  # name -> start in words, elements
         words = 0
         for name, (shape, dtype) in shapes.items():
@@ -110,26 +116,29 @@ class Buffers:
                 ALIGNMENT_BYTES // _WORD_BYTES
             )
         self._memory = torch.empty(words, dtype=torch.int32).numpy()
+        self._shapes: Shapes = {}
+        self.take_over(shapes)
 
-    def take_over(self, shapes: Shapes) -> None:
-        """Hand the memory to a new plan; the one before is no longer current.
-
-        Raises
-        ------
-        ValueError
-            When it is too small. Nothing has changed then.
-        """
+    def missing(self, shapes: Shapes) -> str:
+        """Return what these shapes need and the memory does not have; nothing when they fit."""
         for name, (shape, _) in shapes.items():
             _, capacity = self._buffers.get(name, (0, 0))
             if capacity < math.prod(shape):
-                raise ValueError(
-                    f"into: its buffer {name!r} holds {capacity} elements, this step needs "
-                    f"{math.prod(shape)}; make the plan that is reused from the largest step"
+                return (
+                    f"its buffer {name!r} holds {capacity} elements, this step needs "
+                    f"{math.prod(shape)}"
                 )
-        self.generation += 1
+        return ""
 
-    def view(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return as much of a buffer as a shape needs."""
+    def take_over(self, shapes: Shapes) -> None:
+        """Shape the buffers for a new plan; `missing` has nothing against it."""
+        if shapes == self._shapes:  # as from one step of a batch to the next
+            return
+        self._shapes = shapes
+        self.arrays = {name: self._view(name, *each) for name, each in shapes.items()}
+        self.tensors = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+
+    def _view(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         start, _ = self._buffers[name]
         end = start + math.prod(shape) * dtype.itemsize // _WORD_BYTES
         return self._memory[start:end].view(dtype).reshape(shape)
@@ -146,6 +155,7 @@ def make_plan(
     causal: bool,
     num_workers: int,
     into: Plan | None = None,
+    spare: Buffers | None = None,
 ) -> Plan:
     """Cut a step into work for its kernels.
 
@@ -165,6 +175,8 @@ def make_plan(
         Threads to balance over; leaves no trace in the bits.
     into : Plan, optional
         A plan whose memory is reused; it is not current any more then.
+    spare : Buffers, optional
+        Memory that belongs to no plan, reused if the step fits.
 
     Raises
     ------
@@ -172,13 +184,10 @@ def make_plan(
         When that memory is too small; `into` stays as it was.
     """
     group_size = num_qo_heads // num_kv_heads
-    sequences = {"decode": step.q_lens == 1, "prefill": step.q_lens > 1}
+    sequences = _by_phase(step.q_lens)
     arrays: dict[str, Array] = {"slots": step.slot_mapping, "block_table": step.block_table}
     merges, partials = [], 0
-    for phase in PHASES:
-        (mine,) = sequences[phase].nonzero()
-        if not len(mine):
-            continue
+    for phase, mine in sequences.items():
         choices = kernels[phase].choices
         # A decode item holds its whole group, whatever the row tile that walks it.
         row_tile = group_size if phase == "decode" else int(choices["row_tile"])
@@ -198,43 +207,58 @@ def make_plan(
         "partial_lse": (rows, num_qo_heads),
         "lse": (step.num_tokens, num_qo_heads),
     }
-    buffers, views = _lay_out(arrays, scratch, None if into is None else into.buffers)
-    return Plan(
+    buffers = _lay_out(arrays, scratch, into, spare)
+    tensors = buffers.tensors
+    plan = Plan(
         signature=signature,
         slot_mapping=torch.from_numpy(step.slot_mapping),
         num_tokens=step.num_tokens,
         max_block_id=step.max_block_id,
         max_slot=step.max_slot,
-        slots=views["slots"],
-        block_table=views["block_table"],
+        slots=tensors["slots"],
+        block_table=tensors["block_table"],
         work={
-            phase: (views[f"{phase}_items"], views[f"{phase}_offsets"])
-            for phase in PHASES
-            if f"{phase}_items" in views
+            phase: (tensors[f"{phase}_items"], tensors[f"{phase}_offsets"]) for phase in sequences
         },
-        merge_items=views.get("merges"),
-        partial_out=views["partial_out"],
-        partial_lse=views["partial_lse"],
-        lse=views["lse"],
+        merge_items=tensors.get("merges"),
+        partial_out=tensors["partial_out"],
+        partial_lse=tensors["partial_lse"],
+        lse=tensors["lse"],
         buffers=buffers,
-        generation=buffers.generation,
     )
+    buffers.owner = weakref.ref(plan)
+    return plan
+
+
+def _by_phase(q_lens: LongArray) -> dict[str, LongArray]:
+    """Return the sequences of each kernel that has some; most steps have one kind only."""
+    (decode,) = (q_lens == 1).nonzero()
+    if len(decode) == len(q_lens):
+        return {"decode": decode} if len(decode) else {}
+    (prefill,) = (q_lens > 1).nonzero()
+    found = zip(PHASES, (decode, prefill), strict=True)
+    return {phase: sequences for phase, sequences in found if len(sequences)}
 
 
 def _lay_out(
-    arrays: dict[str, Array], scratch: dict[str, tuple[int, ...]], reused: Buffers | None
-) -> tuple[Buffers, dict[str, torch.Tensor]]:
-    """Copy arrays into new or reused memory, beside float32 scratch; return both by name."""
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        name: (array.shape, array.dtype) for name, array in arrays.items()
-    }
+    arrays: dict[str, Array],
+    scratch: dict[str, tuple[int, ...]],
+    into: Plan | None,
+    spare: Buffers | None,
+) -> Buffers:
+    """Copy arrays into new or reused memory, beside float32 scratch."""
+    shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
     shapes.update((name, (shape, _FLOAT32)) for name, shape in scratch.items())
-    if reused is None:
-        buffers = Buffers(shapes)
-    else:
-        buffers = reused
+    if into is not None:
+        buffers = into.buffers
+        if missing := buffers.missing(shapes):
+            raise ValueError(f"into: {missing}; make the plan that is reused from the largest step")
         buffers.take_over(shapes)
-    views = {name: buffers.view(name, *each) for name, each in shapes.items()}
+    elif spare is not None and not spare.missing(shapes):
+        buffers = spare
+        buffers.take_over(shapes)
+    else:
+        buffers = Buffers(shapes)
     for name, array in arrays.items():
-        views[name][...] = array
-    return buffers, {name: torch.from_numpy(view) for name, view in views.items()}
+        buffers.arrays[name][...] = array
+    return buffers

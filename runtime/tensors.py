@@ -59,15 +59,17 @@ def is_plain(value: Any) -> bool:
     on trust is looked at here: alignment, a lazily negated view, elements that share memory, and
     memory that does not reach to the last element.
     """
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and value.is_contiguous()
-        and not value.data_ptr() % ALIGNMENT_BYTES
-        and not value.is_neg()
-        and value.nbytes + value.storage_offset() * value.itemsize
-        <= value.untyped_storage().nbytes()
-    )
+    try:
+        return (
+            type(value) is torch.Tensor
+            and value.is_contiguous()
+            and not value.data_ptr() % ALIGNMENT_BYTES
+            and not value.is_neg()
+            and value.nbytes + (value.storage_offset() and value.storage_offset() * value.itemsize)
+            <= value.untyped_storage().nbytes()
+        )
+    except RuntimeError:  # a layout that has no strides or no one memory
+        return False
 
 
 def as_tensor(name: str, value: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tvmpaged import PagedAttention
-from tvmpaged.planning.items import ITEM_OVERHEAD_KEYS, Shape, balance, make_items
+from tvmpaged.planning.items import ITEM_OVERHEAD_KEYS, Shape, _outline, balance, make_items
 from tvmpaged.planning.step import Step, check_step
 from tvmpaged.runtime.plan import Plan
 from tvmpaged.worklist import MAX_SPLIT_Q_LEN, Item, Merge
@@ -169,6 +169,25 @@ def test_a_sequences_items_do_not_depend_on_the_others(work: Work, pick: int) ->
     assert ((mine[:, Item.PARTIAL] < 0) == (single[:, Item.PARTIAL] < 0)).all()
 
 
+@given(works)
+def test_a_step_later_only_what_changed_is_made_anew(work: Work) -> None:
+    """An outline that was kept gives what a fresh one does."""
+    work.make()
+    q_lens, seq_lens = work.step.q_lens.tolist(), work.step.seq_lens.tolist()
+    later = replace(work, step=step_of(q_lens, [length + 1 for length in seq_lens]))
+    found = later.make()
+    _outline.cache_clear()
+    for one, other in zip(found, later.make(), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_decoding_keeps_its_outline_until_a_sequence_needs_another_range() -> None:
+    _outline.cache_clear()
+    for length in range(60, 68):
+        Work(step_of([1, 1], [length, 30]), Shape(4, 64), True, 2, 4).make()
+    assert _outline.cache_info().misses == 2
+
+
 def test_long_prompts_are_never_split_and_short_ones_are() -> None:
     for q_len, ranges in ((MAX_SPLIT_Q_LEN, 4), (MAX_SPLIT_Q_LEN + 1, 1)):
         work = Work(step_of([q_len], [400]), Shape(10**6, 100), True, 1, 1)
@@ -313,3 +332,45 @@ def test_a_plan_whose_memory_was_taken_over_does_not_run(attn: PagedAttention) -
         assert not stale.is_current
         with pytest.raises(ValueError, match="plan's memory was given to a later one"):
             attn.run(stale, q.expand(3, -1, -1), *caches)
+
+
+def test_memory_is_used_again_when_its_plan_is_gone(attn: PagedAttention) -> None:
+    """Not before: each of the plans that are alive reads its own step."""
+    plans = [attn.plan([0, 1], [2], [[block]]) for block in range(3)]
+    assert len({plan.slots.data_ptr() for plan in plans}) == 3
+    assert [plan.slots.tolist() for plan in plans] == [[1], [5], [9]]
+    mapping, address = plans[-1].slot_mapping, plans.pop().slots.data_ptr()
+    again = attn.plan([0, 1], [3], [[7]])
+    assert again.slots.data_ptr() == address
+    assert again.slots.tolist() == again.slot_mapping.tolist() == [30]
+    assert mapping.tolist() == [9], "a slot mapping is its holder's for good"
+    del again
+    larger = attn.plan([0, 2], [6], [[3, 4]])
+    assert larger.slots.tolist() == [16, 17]
+    assert all(plan.is_current for plan in plans)
+
+
+def test_memory_that_was_given_away_goes_to_nobody_else(attn: PagedAttention) -> None:
+    base = attn.plan(*STEP)
+    attn.plan([0, 1], [2], [[4, -1]], into=base)
+    other = attn.plan([0, 1], [2], [[4, -1]])
+    attn.plan([0, 1], [2], [[5, -1]], into=base)
+    assert other.is_current
+    assert other.slots.tolist() == [17]
+
+
+def test_steps_of_one_batch_share_tensors_but_not_content(
+    attn: PagedAttention, generic: Attention
+) -> None:
+    """From step to step only lengths and slots change, until a sequence takes another block."""
+    table = [[7, 2, 8], [0, 9, 1]]
+    for length in range(3, 10):
+        plan = attn.plan([0, 1, 2], [length, length + 1], table)
+        slots = [
+            row[at // 4] * 4 + at % 4 for row, at in zip(table, (length - 1, length), strict=True)
+        ]
+        assert plan.slots.tolist() == slots
+        fresh = generic(3, 64, 4, "float32").plan([0, 1, 2], [length, length + 1], table)
+        for one, other in zip(tensors_of(plan)[:4], tensors_of(fresh)[:4], strict=True):
+            assert torch.equal(one, other)
+        del plan

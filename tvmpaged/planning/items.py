@@ -1,16 +1,17 @@
 """One step's work list, made from its lengths alone: no tensor of K or V is touched here.
 
-Vectorised: nothing loops over sequences, heads or splits in Python. Sequences become items in up to
-three cuts, each of which writes a few columns: by kv head, by tile of rows, by kv range.
+Vectorised: nothing loops over sequences, heads or splits in Python. From step to step of a batch
+that decodes, lengths grow by one, and all but two columns of the work list stay as they are until a
+sequence needs another kv range. What stays is an *outline*, a pure function whose last results are
+kept; only ``VISIBLE`` and ``KV_END`` are written anew.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from tvmpaged.planning.indices import IntArray, LongArray, greatest
 from tvmpaged.planning.step import Step
@@ -19,11 +20,8 @@ from tvmpaged.worklist import ITEM_FIELDS, MAX_SPLIT_Q_LEN, MERGE_FIELDS, Item, 
 #: What starting an item costs, in key rows: its q is loaded, its result normalised and written.
 ITEM_OVERHEAD_KEYS = 16
 
-# While they are cut, items carry what is the same for all of a sequence in columns of their own.
-_Q_LEN, _RANGES, _RANGE_KEYS, _FIELDS = range(ITEM_FIELDS, ITEM_FIELDS + 4)
-
-#: Columns of a sequence's item that make its first token's merge, in the order of `Merge`.
-_MERGE_COLUMNS = (Item.Q_START, Item.PARTIAL, _RANGES, _Q_LEN)
+#: Outlines kept: of decode and prefill, of a few batches.
+_OUTLINES = 8
 
 
 @dataclass(frozen=True)
@@ -90,89 +88,121 @@ def make_items(
     next_partial : int
         The first partial row that is still free.
     """
-    merges, next_partial = np.zeros((0, MERGE_FIELDS), np.int32), first_partial
-    if not len(sequences):  # most steps have one kind of sequences only
-        return np.zeros((0, ITEM_FIELDS), np.int32), merges, next_partial
-    each = _whole_sequences(step, sequences, group_size, causal)
-    is_split = _count_ranges(each, shape.split_length)
-    if is_split is not None:
-        merges, next_partial = _number_partials(each, is_split, first_partial)
-    rows = each.repeat(num_kv_heads, axis=0)
-    rows.reshape(-1, num_kv_heads, _FIELDS)[:, :, Item.KV_HEAD] = np.arange(num_kv_heads)
-    if greatest(each[:, Item.ROW_END] - 1) >= shape.row_tile:  # too many rows, or none
-        rows = _cut_rows(rows, shape.row_tile, group_size, causal)
-    if is_split is not None:
-        rows = _cut_keys(rows)
-    return rows[:, :ITEM_FIELDS], merges, next_partial
+    if not len(sequences):
+        return np.zeros((0, ITEM_FIELDS), np.int32), _NO_MERGES, first_partial
+    q_len, seq_len = step.q_lens.take(sequences), step.seq_lens.take(sequences)
+    ranges = _num_ranges(q_len, seq_len, shape.split_length)
+    outline = _outline(
+        sequences.tobytes(),
+        step.query_start_loc.take(sequences).tobytes(),
+        q_len.tobytes(),
+        ranges.tobytes(),
+        shape,
+        num_kv_heads,
+        group_size,
+        causal,
+        first_partial,
+    )
+    visible = (seq_len - q_len + 1 if causal else seq_len).take(outline.owner)
+    reach = visible + outline.reach
+    items = outline.items.copy()
+    items[:, Item.VISIBLE] = visible
+    items[:, Item.KV_END] = outline.begin + np.minimum(np.maximum(reach, 0), outline.keys)
+    return items, outline.merges, outline.next_partial
 
 
-def _whole_sequences(step: Step, sequences: LongArray, group_size: int, causal: bool) -> IntArray:
-    """Return one item per sequence, of its first kv head: all rows, all keys, not split."""
-    q_len, seq_len = step.q_lens[sequences], step.seq_lens[sequences]
-    each = np.zeros((len(sequences), _FIELDS), np.int32)
-    each[:, Item.SEQ] = sequences
-    each[:, Item.Q_START] = step.query_start_loc[sequences]
-    each[:, Item.ROW_END] = q_len * group_size
-    each[:, Item.KV_END] = seq_len
-    each[:, Item.VISIBLE] = seq_len - q_len + 1 if causal else seq_len
-    each[:, Item.PARTIAL] = -1
-    each[:, _Q_LEN] = q_len
-    return each
+def _num_ranges(q_len: LongArray, seq_len: LongArray, split_length: int) -> LongArray:
+    """Return the kv ranges of each sequence: several where it is split, else one."""
+    if not split_length or greatest(seq_len) <= split_length:
+        return np.ones_like(seq_len)
+    is_split = (seq_len > split_length) & (q_len <= MAX_SPLIT_Q_LEN)
+    return np.where(is_split, (seq_len + (split_length - 1)) // split_length, 1)
 
 
-def _count_ranges(each: IntArray, split_length: int) -> npt.NDArray[np.bool_] | None:
-    """Write how many kv ranges each sequence has, and the keys of one; return which have several.
+@dataclass(frozen=True)
+class _Outline:
+    """A work list but for its items' ``VISIBLE`` and ``KV_END``.
 
-    None when no sequence is split.
+    Parameters
+    ----------
+    items, merges, next_partial
+        As of `make_items`; not to be written to.
+    owner : array
+        ``[num_items]``, the place of an item's sequence among those it was made of.
+    begin, keys : array
+        ``[num_items]``, the first key of an item's kv range, and the most it can hold.
+    reach : array
+        ``[num_items]``, keys from `begin` on that an item's last row sees, less ``VISIBLE``.
     """
-    if not split_length or greatest(each[:, Item.KV_END]) <= split_length:
-        return None
-    ranges = (each[:, Item.KV_END].astype(np.int64) + (split_length - 1)) // split_length
-    is_split = (ranges > 1) & (each[:, _Q_LEN] <= MAX_SPLIT_Q_LEN)
-    each[:, _RANGES] = np.where(is_split, ranges, 1)
-    each[:, _RANGE_KEYS] = np.where(is_split, split_length, np.iinfo(np.int32).max)
-    return is_split if np.logical_or.reduce(is_split) else None
+
+    items: IntArray
+    merges: IntArray
+    next_partial: int
+    owner: LongArray
+    begin: LongArray
+    keys: LongArray
+    reach: LongArray
 
 
-def _number_partials(
-    each: IntArray, is_split: npt.NDArray[np.bool_], first_partial: int
-) -> tuple[IntArray, int]:
-    """Give split sequences their partial rows; return these rows' merges and the next free row."""
-    split = each[is_split]
-    counts = split[:, _RANGES].astype(np.int64) * split[:, _Q_LEN]
-    ends = first_partial + counts.cumsum()
-    each[is_split, Item.PARTIAL] = split[:, Item.PARTIAL] = ends - counts
-    merges, token = _expand(split.take(_MERGE_COLUMNS, axis=1), split[:, _Q_LEN])
-    merges[:, Merge.OUT_ROW] += token
-    merges[:, Merge.PARTIAL] += token
-    return merges, int(ends[-1])
+@lru_cache(_OUTLINES)
+def _outline(
+    sequences: bytes,
+    q_starts: bytes,
+    q_lens: bytes,
+    num_ranges: bytes,
+    shape: Shape,
+    num_kv_heads: int,
+    group_size: int,
+    causal: bool,
+    first_partial: int,
+) -> _Outline:
+    """Cut sequences, given as the bytes of int64 arrays, by kv head, row tile and kv range."""
+    seq, q_start, q_len, ranges = (
+        np.frombuffer(each, np.int64) for each in (sequences, q_starts, q_lens, num_ranges)
+    )
+    tiles = -(-(q_len * group_size) // shape.row_tile)
+    of_head, kv_head = _expand(np.full(len(seq), num_kv_heads))
+    of_tile, tile = _expand(tiles[of_head])
+    of_range, kv_range = _expand(ranges[of_head[of_tile]])
+    kv_head, tile = kv_head[of_tile[of_range]], tile[of_range]
+    owner = of_head[of_tile[of_range]]
+
+    is_split = ranges > 1
+    rows = np.where(is_split, ranges * q_len, 0)
+    ends = first_partial + rows.cumsum()
+    partial = np.where(is_split, ends - rows, -1)
+    keys = np.where(is_split, shape.split_length, np.iinfo(np.int32).max)[owner]
+
+    items = np.zeros((len(owner), ITEM_FIELDS), np.int32)
+    items[:, Item.SEQ] = seq[owner]
+    items[:, Item.KV_HEAD] = kv_head
+    items[:, Item.Q_START] = q_start[owner]
+    items[:, Item.ROW_BEGIN] = tile * shape.row_tile
+    row_end = np.minimum((tile + 1) * shape.row_tile, (q_len * group_size)[owner])
+    items[:, Item.ROW_END] = row_end
+    begin = kv_range * keys
+    items[:, Item.KV_BEGIN] = begin
+    items[:, Item.PARTIAL] = partial[owner] + kv_range * q_len[owner]
+
+    merged, token = _expand(np.where(is_split, q_len, 0))
+    merges = np.zeros((len(merged), MERGE_FIELDS), np.int32)
+    merges[:, Merge.OUT_ROW] = q_start[merged] + token
+    merges[:, Merge.PARTIAL] = partial[merged] + token
+    merges[:, Merge.COUNT] = ranges[merged]
+    merges[:, Merge.STRIDE] = q_len[merged]
+    for each in (items, merges):
+        each.flags.writeable = False
+    last_token = (row_end - 1) // group_size if causal else 0
+    return _Outline(items, merges, int(ends[-1]), owner, begin, keys, last_token - begin)
 
 
-def _cut_rows(rows: IntArray, row_tile: int, group_size: int, causal: bool) -> IntArray:
-    """Cut items into tiles of rows; a tile reads no key that its last token does not see."""
-    rows, tile = _expand(rows, -(-rows[:, Item.ROW_END] // row_tile))
-    begin = tile * row_tile
-    end = np.minimum(begin + row_tile, rows[:, Item.ROW_END])
-    rows[:, Item.ROW_BEGIN], rows[:, Item.ROW_END] = begin, end
-    if causal:
-        rows[:, Item.KV_END] = np.maximum(rows[:, Item.VISIBLE] + (end - 1) // group_size, 0)
-    return rows
+def _expand(counts: LongArray) -> tuple[LongArray, LongArray]:
+    """Return, for as many copies of each index as its count says: the index, and which copy."""
+    index = np.arange(len(counts)).repeat(counts)
+    return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
 
 
-def _cut_keys(rows: IntArray) -> IntArray:
-    """Cut items into kv ranges; of a sequence that is not split, the one range holds all keys."""
-    rows, kv_range = _expand(rows, rows[:, _RANGES])
-    begin = kv_range * rows[:, _RANGE_KEYS]
-    keys = np.minimum(rows[:, Item.KV_END] - begin, rows[:, _RANGE_KEYS])
-    rows[:, Item.KV_BEGIN], rows[:, Item.KV_END] = begin, begin + np.maximum(keys, 0)
-    rows[:, Item.PARTIAL] += kv_range * rows[:, _Q_LEN]
-    return rows
-
-
-def _expand(rows: IntArray, counts: npt.NDArray[Any]) -> tuple[IntArray, LongArray]:
-    """Return each row as often as its count says, and which of its copies each one is."""
-    first = (counts.cumsum() - counts).repeat(counts)
-    return rows.repeat(counts, axis=0), np.arange(len(first)) - first
+_NO_MERGES = np.zeros((0, MERGE_FIELDS), np.int32)
 
 
 def balance(items: IntArray, num_workers: int) -> WorkList:

@@ -61,28 +61,41 @@ def check_step(query_start_loc: Any, seq_lens: Any, block_table: Any, block_size
     starts = index_array("query_start_loc", query_start_loc, 1).astype(np.int64)
     lens = index_array("seq_lens", seq_lens, 1).astype(np.int64)
     given = index_array("block_table", block_table, 2)
+    q_lens = starts[1:] - starts[:-1]
+    max_seq_len = greatest(lens)
+    if (
+        len(starts) != len(lens) + 1
+        or starts[0] != 0
+        or starts[-1] > MAX_STEP_TOKENS
+        or greatest(q_lens) > MAX_STEP_TOKENS  # or negative
+        or max_seq_len > MAX_SEQ_LEN
+    ):
+        _refuse_lengths(starts, lens)
+    table, max_block_id = _block_table(given, lens, max_seq_len, block_size)
+    slots, max_slot = _slot_mapping(starts, lens, q_lens, table, block_size)
+    return Step(starts, lens, q_lens, table, slots, max_block_id, max_slot)
+
+
+def _refuse_lengths(starts: LongArray, lens: LongArray) -> None:
+    """Say what is wrong with lengths of which something is."""
     for name, values, most in (
         ("query_start_loc", starts, MAX_STEP_TOKENS),
         ("seq_lens", lens, MAX_SEQ_LEN),
     ):
-        if greatest(values) > most:
-            bad = values[(values < 0) | (values > most)][0]
-            raise ValueError(f"{name} must lie in 0..{most}; got {bad}")
+        bad = values[(values < 0) | (values > most)]
+        if len(bad):
+            raise ValueError(f"{name} must lie in 0..{most}; got {bad[0]}")
     if len(starts) != len(lens) + 1 or starts[0] != 0:
         raise ValueError(
             f"query_start_loc must start at 0 and have one entry more than seq_lens has, "
             f"{len(lens) + 1}; got {len(starts)}" + (f" from {starts[0]}" if len(starts) else "")
         )
-    q_lens = starts[1:] - starts[:-1]
-    if greatest(q_lens) > MAX_STEP_TOKENS:
-        raise ValueError(f"query_start_loc must not fall; it does after entry {q_lens.argmin()}")
-    table, max_block_id = _block_table(given, lens, block_size)
-    slots, max_slot = _slot_mapping(starts, lens, q_lens, table, block_size)
-    return Step(starts, lens, q_lens, table, slots, max_block_id, max_slot)
+    after = int((starts[1:] - starts[:-1]).argmin())
+    raise ValueError(f"query_start_loc must not fall; it does after entry {after}")
 
 
 def _block_table(
-    given: np.ndarray[Any, Any], lens: LongArray, block_size: int
+    given: np.ndarray[Any, Any], lens: LongArray, max_seq_len: int, block_size: int
 ) -> tuple[IntArray, int]:
     """Return a copy with 0 in place of what no length reaches, and the largest id reached."""
     if len(given) != len(lens):
@@ -90,8 +103,7 @@ def _block_table(
             f"block_table must have {len(lens)} rows, one per sequence; got {len(given)}"
         )
     needed = (lens + (block_size - 1)) // block_size
-    most_needed = greatest(needed)
-    if most_needed > given.shape[1]:
+    if max_seq_len > given.shape[1] * block_size:
         seq = int(needed.argmax())
         raise ValueError(
             f"seq_lens[{seq}]={lens[seq]} needs {needed[seq]} blocks of {block_size}; block_table "
@@ -105,7 +117,7 @@ def _block_table(
             f"block_table[{seq}, {column}]={table[seq, column]} is no block id, but "
             f"seq_lens[{seq}]={lens[seq]} reaches into that block"
         )
-    return table.astype(np.int32, copy=False), max_block_id if most_needed > 0 else -1
+    return table.astype(np.int32, copy=False), max_block_id if max_seq_len > 0 else -1
 
 
 def _slot_mapping(
