@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.tile import WHOLE, PagedCache
-from tvmpaged.layout import SIDE, pair_place
+from tvmpaged.layout import LINE, SIDE, pair_place
 from tvmpaged.spec import AttentionSpec
 
 
@@ -47,15 +47,17 @@ def _by_pairs(c: PagedCache, which: str) -> Callable[..., Any]:
     """Return the program part that writes one token's rows of K or V into a cache of pairs.
 
     The elements of a row that stand side by side in a line stand between those of the token's
-    neighbours, which other threads may write: so they are stored one by one.
+    neighbours, which other threads may write: so those are never stored, not even as they were.
     """
-    head_dim, count = (c.spec.head_dim, 2) if which == "k" else (c.spec.head_dim_v, 1)
+    return _dim_pairs(c) if which == "k" else _key_pairs(c)
+
+
+def _dim_pairs(c: PagedCache) -> Callable[..., Any]:
+    """Return what writes a row of K: two dims a line, so it touches as many lines as pairs."""
+    head_dim, count = c.spec.head_dim, 2
 
     def place(slot: Any, dim: Any) -> tuple[Any, Any]:
-        return pair_place(which, slot, dim, c.spec.block_size, head_dim)
-
-    def some(first: Any) -> Any:
-        return first if count == 1 else T.Ramp(first, 1, count)
+        return pair_place("k", slot, dim, c.spec.block_size, head_dim)
 
     @T.inline
     def write(rows, cache, token, slot, dim):
@@ -72,8 +74,47 @@ def _by_pairs(c: PagedCache, which: str) -> Callable[..., Any]:
                             block,
                             vh,
                             place(at, do * SIDE + x * count)[0],
-                            some(place(at, do * SIDE + x * count)[1]),
-                        ] = rows[token, vh, some(do * SIDE + x * count)]
+                            T.Ramp(place(at, do * SIDE + x * count)[1], 1, count),
+                        ] = rows[token, vh, T.Ramp(do * SIDE + x * count, 1, count)]
+
+    return write
+
+
+def _key_pairs(c: PagedCache) -> Callable[..., Any]:
+    """Return what writes a row of V: 16 dims a line, each beside the other key's.
+
+    A line is one store, masked: what the mask leaves out is not touched. (Where there are tiles,
+    there are masks for 16-bit elements.)
+    """
+    head_dim = c.spec.head_dim_v
+
+    def line(slot: Any, dim: Any) -> Any:
+        return pair_place("v", slot, dim, c.spec.block_size, head_dim)[0]
+
+    def twice(dims: Any) -> Any:
+        each = T.Cast(f"uint32x{SIDE}", T.reinterpret(f"uint16x{SIDE}", dims))
+        both = each | T.shift_left(each, T.Broadcast(T.uint32(16), SIDE))
+        return T.reinterpret(f"uint16x{LINE}", both)
+
+    @T.inline
+    def write(rows, cache, token, slot, dim):
+        for h in range(c.num_kv_heads):
+            with T.sblock("write_pairs"):
+                vh = T.axis.opaque(c.num_kv_heads, h)
+                T.reads()
+                T.writes()
+                block: T.let[T.int64] = T.truncdiv(slot, c.block_size_extent)
+                at: T.let[T.int32] = T.Cast("int32", T.truncmod(slot, c.block_size_extent))
+                for do in range(head_dim // SIDE):
+                    T.evaluate(
+                        T.call_llvm_intrin(
+                            "void",
+                            f"llvm.masked.store.v{LINE}i16.p0",
+                            twice(rows[token, vh, T.Ramp(do * SIDE, 1, SIDE)]),
+                            T.address_of(cache[block, vh, line(at, do * SIDE), 0]),
+                            T.Ramp(0, 1, LINE) % T.Broadcast(2, LINE) == T.Broadcast(at % 2, LINE),
+                        )
+                    )
 
     return write
 
