@@ -86,6 +86,10 @@ class Plan:
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
+def _nobody() -> None:
+    """Own nothing."""
+
+
 class Buffers:
     """Memory of a plan, and of those made in it later: one stretch, cut into buffers by name.
 
@@ -105,7 +109,7 @@ class Buffers:
     """
 
     def __init__(self, shapes: Shapes) -> None:
-        self.owner: Callable[[], Plan | None] = lambda: None
+        self.owner: Callable[[], Plan | None] = _nobody
         self._buffers: dict[str, tuple[int, int]] = {}  # name -> start in words, elements
         words = 0
         for name, (shape, dtype) in shapes.items():
@@ -131,7 +135,8 @@ class Buffers:
         return ""
 
     def take_over(self, shapes: Shapes) -> None:
-        """Shape the buffers for a new plan; `missing` has nothing against it."""
+        """Shape the buffers for a new plan, where nothing is `missing`; the one before is over."""
+        self.owner = _nobody
         if shapes == self._shapes:  # as from one step of a batch to the next
             return
         self._shapes = shapes

@@ -334,6 +334,16 @@ def test_a_plan_whose_memory_was_taken_over_does_not_run(attn: PagedAttention) -
             attn.run(stale, q.expand(3, -1, -1), *caches)
 
 
+def test_a_plan_whose_memory_was_half_taken_over_is_over(
+    attn: PagedAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = attn.plan(*STEP)
+    monkeypatch.setattr("tvmpaged.runtime.plan.Plan", None)  # fails after the memory was written
+    with pytest.raises(TypeError):
+        attn.plan([0, 1], [2], [[4, -1]], into=plan)
+    assert not plan.is_current
+
+
 def test_memory_is_used_again_when_its_plan_is_gone(attn: PagedAttention) -> None:
     """Not before: each of the plans that are alive reads its own step."""
     plans = [attn.plan([0, 1], [2], [[block]]) for block in range(3)]
