@@ -95,13 +95,16 @@ class Launch:
             and (out is None or is_plain(out))
         ):
             return None
+        num_qo_heads, head_dim = self._row
+        rows, lines, width = self._block
         shape = k_cache.shape
+        num_blocks = shape[0]
         # The generic artifacts take any sizes, and none knows how many kv heads the plan names.
         if (
-            q.shape != (plan.num_tokens, *self._row)
-            or shape != (shape[0], *self._block)
+            q.shape != (plan.num_tokens, num_qo_heads, head_dim)
+            or shape != (num_blocks, rows, lines, width)
             or shape != v_cache.shape
-            or shape[0] <= plan.max_block_id
+            or num_blocks <= plan.max_block_id
         ):
             return None
         result = torch.empty_like(q) if out is None else out
