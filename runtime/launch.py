@@ -69,7 +69,7 @@ class Launch:
         ):
             self._refuse_plan(plan)
         scale = self._default_scale if scale is None else _checked_scale(scale)
-        lse = torch.empty_like(plan.lse) if with_lse else plan.lse
+        lse: Any = torch.empty_like(plan.lse) if with_lse else plan.lse
         result: Any = self._attend_plain(plan, q, k_cache, v_cache, out, lse, scale)
         if result is None:
             result = self._attend_checked(plan, q, k_cache, v_cache, out, lse, scale)

@@ -11,7 +11,10 @@ IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 
 #: The dtypes of index arrays, and those in which a negative number is larger than any index.
-UNSIGNED = {np.dtype(np.int32): np.dtype(np.uint32), np.dtype(np.int64): np.dtype(np.uint64)}
+UNSIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.int32): np.dtype(np.uint32),
+    np.dtype(np.int64): np.dtype(np.uint64),
+}
 
 
 def has_memory(tensor: Any) -> bool:
