@@ -38,9 +38,7 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
     return cpu_rules.reject(spec, target, choices)
 
 
-def schedule(
-    sch: Schedule, spec: AttentionSpec, choices: dict[str, Any], target: TargetKey
-) -> None:
+def schedule(sch: Schedule, spec: AttentionSpec, target: TargetKey) -> None:
     """Lay a program out for a target, in place.
 
     Parameters
@@ -49,8 +47,6 @@ def schedule(
         Holds the program of ``kernel(spec, choices)``.
     spec : AttentionSpec
         The case.
-    choices : dict
-        The options.
     target : TargetKey
         What it is laid out for.
     """
@@ -59,4 +55,4 @@ def schedule(
     if target.kind == "cuda":
         cuda.schedule(sch, spec)
     else:
-        cpu.schedule(sch, spec, choices)
+        cpu.schedule(sch, spec)

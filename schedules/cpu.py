@@ -1,7 +1,7 @@
-"""How the programs lie on an x86 CPU: threads, register tiles, unrolling.
+"""How the programs lie on an x86 CPU: workers over threads, small loops unrolled.
 
-Vectors are the programs' own `lanes`. What is laid out here: workers over threads; in the two
-products, which loops form the register tile (and are unrolled) and which one runs inside it.
+Vectors and register tiles are the programs' own: what is asked for ahead stands among the products
+of a tile, and a tile outlives the loop that filled it.
 """
 
 from __future__ import annotations
@@ -15,58 +15,16 @@ from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec
 
 #: Loops of these blocks with a small constant extent are unrolled, so that scratch of a few vectors
 #: becomes registers.
-UNROLLED_BLOCKS = (
-    "start_dot",
-    "fold",
-    "start_tops",
-    "mask",
-    "rescale",
-    "rescale_sum",
-    "probs",
-)
+UNROLLED_BLOCKS = ("mask", "rescale", "probs")
 UNROLL_LIMIT = 16
 
 
-def schedule(sch: Schedule, spec: AttentionSpec, choices: dict[str, Any]) -> None:
+def schedule(sch: Schedule, spec: AttentionSpec) -> None:
     """Lay a program out in place."""
     sch.work_on(spec.kernel)
     sch.parallel(sch.get_loops(sch.get_sblock("worker"))[0])
     if spec.kernel in ATTENTION_KERNELS:
-        if choices["isa"] == "amx":
-            _unroll_small_loops(sch)
-        elif choices["step"] == "columns":
-            _tile_columns(sch, choices)
-        else:
-            _tile_rows(sch, choices)
-            _unroll_small_loops(sch)
-
-
-def _extent(sch: Schedule, loop: Any) -> int | None:
-    extent = sch.get(loop).extent
-    return int(extent) if isinstance(extent, tvm.tirx.IntImm) else None
-
-
-def _inner_loops(sch: Schedule, block: str, count: int) -> list[Any]:
-    return list(sch.get_loops(sch.get_sblock(block))[-count:])
-
-
-def _split(sch: Schedule, loop: Any, factor: int) -> Any:
-    """Split `factor` iterations off a loop; the rules saw to it that they divide it."""
-    return sch.split(loop, [None, factor])
-
-
-def _tile_rows(sch: Schedule, choices: dict[str, Any]) -> None:
-    r, k, do, x = _inner_loops(sch, "dot", 4)
-    k_outer, k_inner = _split(sch, k, choices["dot_keys"])
-    do_outer, do_inner = _split(sch, do, choices["dot_unroll"])
-    sch.reorder(k_outer, do_outer, do_inner, k_inner, r, x)
-    for loop in (do_inner, k_inner, r):
-        sch.unroll(loop)
-    r, do, k, x = _inner_loops(sch, "weigh", 4)
-    do_outer, do_inner = _split(sch, do, choices["weigh_vectors"])
-    sch.reorder(do_outer, k, do_inner, r, x)
-    sch.unroll(do_inner)
-    sch.unroll(r)
+        _unroll_small_loops(sch)
 
 
 def _unroll_small_loops(sch: Schedule) -> None:
@@ -88,21 +46,7 @@ def _blocks(sch: Schedule, name: str) -> list[Any]:
 
 
 def _unroll_if_small(sch: Schedule, loop: Any) -> None:
-    extent, kind = _extent(sch, loop), sch.get(loop).kind
-    if extent is not None and extent <= UNROLL_LIMIT and kind == tvm.tirx.ForKind.SERIAL:
+    extent, kind = sch.get(loop).extent, sch.get(loop).kind
+    is_small = isinstance(extent, tvm.tirx.IntImm) and int(extent) <= UNROLL_LIMIT
+    if is_small and kind == tvm.tirx.ForKind.SERIAL:
         sch.unroll(loop)
-
-
-def _tile_columns(sch: Schedule, choices: dict[str, Any]) -> None:
-    k, ro, d, x = _inner_loops(sch, "dot", 4)
-    k_outer, k_inner = _split(sch, k, choices["dot_keys"])
-    ro_outer, ro_inner = _split(sch, ro, choices["dot_vectors"])
-    sch.reorder(k_outer, ro_outer, d, k_inner, ro_inner, x)
-    sch.unroll(k_inner)
-    sch.unroll(ro_inner)
-    r, do, k, x = _inner_loops(sch, "weigh", 4)
-    r_outer, r_inner = _split(sch, r, choices["weigh_rows"])
-    do_outer, do_inner = _split(sch, do, choices["weigh_vectors"])
-    sch.reorder(r_outer, do_outer, k, r_inner, do_inner, x)
-    sch.unroll(r_inner)
-    sch.unroll(do_inner)

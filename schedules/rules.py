@@ -31,6 +31,9 @@ IDLE = {
     ("amx", "pairs"): {"dot_unroll": 1} | TILES_ONLY,
 }
 
+#: Lanes of a vector of AVX-512; programs of that width use its instructions for 2**x.
+WIDE = 16
+
 #: Bytes of one core's second-level cache that a tile's scratch may fill (all of the
 #: least L2 that a CPU with AVX2 has, Haswell's 256 KiB; a quarter or less of a current one's).
 SCRATCH_BYTES = 256 * 1024
@@ -80,8 +83,8 @@ def tile_scratch_bytes(spec: AttentionSpec, choices: Choices) -> int:
     if choices["step"] == "pairs":
         if TileRegisters.value_keys(spec, choices) > stretch(spec.block_size):
             pairs = 2 * keys * spec.head_dim_v  # lines of all keys are put together
-    elif spec.block_size % SIDE:  # keys of such blocks are copied first
-        pairs += 2 * keys * (spec.head_dim + spec.head_dim_v)
+    elif spec.block_size % SIDE and TileRegisters.key_rows(spec, choices) == SIDE:
+        pairs += 2 * keys * spec.head_dim  # keys of such blocks are copied first
     return 6 * keys * rows + pairs + rows * (2 * spec.head_dim + 4 * spec.head_dim_v)
 
 
@@ -138,11 +141,13 @@ def _reject_layout(spec: AttentionSpec, target: TargetKey, choices: Choices) -> 
     return None
 
 
-def _reject_divisors(spec: AttentionSpec, _target: TargetKey, choices: Choices) -> str | None:
+def _reject_divisors(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
     lanes, keys = choices["lanes"], choices["keys_per_step"]
     for name, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim % lanes:
             return f"lanes={lanes} does not divide {name}={dim}"
+    if lanes == WIDE and not has_avx512(target):
+        return f"lanes={lanes} needs AVX-512: {target}"
     if keys % lanes:
         return f"keys_per_step={keys} is no multiple of lanes={lanes}"
     if choices["split_length"] % keys:
@@ -208,7 +213,7 @@ def _reject_rows(_spec: AttentionSpec, target: TargetKey, choices: Choices) -> s
     rows = choices["row_tile"]
     for name in ("dot_keys", "weigh_vectors"):
         # Accumulators beside one vector of K or V and one of q or a probability.
-        reason = _reject_registers(f"row_tile x {name}", rows * choices[name] + 2, target, choices)
+        reason = _reject_registers(f"row_tile x {name}", rows * choices[name] + 2, target)
         if reason:
             return reason
     return None
@@ -219,7 +224,7 @@ def _reject_columns(spec: AttentionSpec, target: TargetKey, choices: Choices) ->
     for first, second in (("dot_keys", "dot_vectors"), ("weigh_rows", "weigh_vectors")):
         # Accumulators beside the vectors of one side; the other side is broadcast from memory.
         needed = (choices[first] + 1) * choices[second]
-        reason = _reject_registers(f"{first} x {second}", needed, target, choices)
+        reason = _reject_registers(f"{first} x {second}", needed, target)
         if reason:
             return reason
     scratch = scratch_bytes(spec, rows, choices["keys_per_step"])
@@ -228,8 +233,7 @@ def _reject_columns(spec: AttentionSpec, target: TargetKey, choices: Choices) ->
     return None
 
 
-def _reject_registers(what: str, vectors: int, target: TargetKey, choices: Choices) -> str | None:
-    halves = 2 if choices["lanes"] == 16 and not has_avx512(target) else 1
-    if vectors * halves > num_registers(target):
-        return f"{what} needs {vectors * halves} vector registers"
+def _reject_registers(what: str, vectors: int, target: TargetKey) -> str | None:
+    if vectors > num_registers(target):
+        return f"{what} needs {vectors} vector registers"
     return None

@@ -30,6 +30,8 @@ NATIVE = native_target()
 SPECS = [
     ("decode", 80, 1, 16, "HND"),
     ("decode", 128, 4, 7, "HND"),
+    ("decode", 96, 5, 17, "NHD"),
+    ("decode", 64, 3, 40, "HND"),
     ("decode", 64, 17, 32, "NHD"),
     ("decode", 16, 16, 1, "HND"),
     ("prefill", 64, 3, 16, "NHD"),
@@ -79,6 +81,35 @@ def test_registers_of_a_decode() -> None:
         (3, 64),  # probabilities
     )
     assert (registers.v, registers.acc, registers.probs) == (1, 5, 7)
+
+
+def test_registers_where_tiles_are_cut_from_odd_blocks() -> None:
+    """K's tile and its scores have as many rows as it has keys, and V a register of its own."""
+    spec = make("decode", 128, 4, 7, "HND")
+    registers = TileRegisters.plan(spec, schedules.default_choices(spec, AMX))
+    assert registers.shapes == (
+        (7, 64),  # scores
+        (7, 64),  # K
+        (16, 64),  # q
+        (4, 64),  # accumulators
+        (4, 64),
+        (4, 64),  # probabilities
+        (16, 64),  # V
+    )
+    assert (registers.k, registers.q, registers.v) == (1, 2, 6)
+
+
+def test_tiles_of_k_are_equal_parts_of_a_block_where_16_keys_do_not_fit() -> None:
+    for head_dim, block_size, rows in (
+        *((128, size, rows) for size, rows in ((4, 4), (7, 7), (17, 9), (24, 12), (40, 14))),
+        *((128, size, 16) for size in (1, 3, 16, 48)),
+        (80, 7, 16),
+    ):
+        spec = make("decode", head_dim, 4, block_size, "HND")
+        choices = schedules.default_choices(spec, AMX)
+        assert TileRegisters.key_rows(spec, choices) == rows
+    prefill = make("prefill", 128, 4, 7, "HND")
+    assert TileRegisters.key_rows(prefill, schedules.default_choices(prefill, AMX)) == 16
 
 
 def test_registers_of_a_prefill_are_used_by_both_products() -> None:

@@ -57,7 +57,7 @@ def build_module(spec: AttentionSpec, target: TargetKey, choices: dict[str, Any]
 
     _check_choices(spec, target, choices)
     sch = Schedule(kernels.kernel(spec, choices))
-    schedules.schedule(sch, spec, choices, target)
+    schedules.schedule(sch, spec, target)
     return sch.mod
 
 

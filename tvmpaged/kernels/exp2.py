@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from numpy.polynomial import Chebyshev, Polynomial
 from tvm import tirx
@@ -27,41 +28,47 @@ def _coefficients(degree: int) -> list[float]:
 COEFFICIENTS = _coefficients(6)
 
 
-def exp2(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Return the float32 expression of 2**x for x <= 0.
+def _constant(value: float, dtype: str, lanes: int) -> tirx.PrimExpr:
+    scalar = tirx.const(value, dtype)
+    return scalar if lanes == 1 else tirx.Broadcast(scalar, lanes)
+
+
+def exp2(x: tirx.PrimExpr, lanes: int = 1) -> tirx.PrimExpr:
+    """Return the float32 expression of 2**x for x <= 0, a scalar or a vector.
 
     -inf and everything below `FLUSH_BELOW` give exactly 0; NaN gives NaN (the comparison with NaN
     is false, so it passes through: a NaN in q or in a visible key must show in the output).
     """
-    clamped = tirx.Select(
-        x < tirx.const(FLUSH_BELOW, "float32"), tirx.const(FLUSH_BELOW, "float32"), x
-    )
+    least = _constant(FLUSH_BELOW, "float32", lanes)
+    clamped = tirx.Select(x < least, least, x)
     whole = tirx.floor(clamped)
     rest = clamped - whole
-    power = tirx.const(COEFFICIENTS[-1], "float32")
+    power = _constant(COEFFICIENTS[-1], "float32", lanes)
     for coefficient in reversed(COEFFICIENTS[:-1]):
-        power = power * rest + tirx.const(coefficient, "float32")
-    exponent = (tirx.Cast("int32", whole) + tirx.const(127, "int32")) << tirx.const(23, "int32")
-    return power * tirx.reinterpret("float32", exponent)
+        power = power * rest + _constant(coefficient, "float32", lanes)
+    vector = "" if lanes == 1 else f"x{lanes}"
+    exponent = tirx.Cast(f"int32{vector}", whole) + _constant(127, "int32", lanes)
+    exponent = exponent << _constant(23, "int32", lanes)
+    return power * tirx.reinterpret(f"float32{vector}", exponent)
 
 
 #: For probabilities that are rounded to bfloat16: degree 4, relative error below 4e-6, which the
 #: log-sum-exp keeps.
 SHORT_COEFFICIENTS = _coefficients(4)
-_LANES = 16
+#: Lanes of a vector of AVX-512, which has instructions for both ends of the calculation.
+NATIVE_LANES = 16
 
 
-def exp2_native(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Return 2**x for 16 lanes of float32 x <= 0, for code that AVX-512 runs and 16 bits store.
+def exp2_native(
+    x: tirx.PrimExpr, coefficients: Sequence[float] = tuple(COEFFICIENTS)
+) -> tirx.PrimExpr:
+    """Return 2**x for 16 lanes of float32 x <= 0, for code that AVX-512 runs.
 
     VREDUCEPS gives x - floor(x) and VSCALEFPS multiplies by 2**floor(x), down to denormals and 0;
-    -inf gives 0, NaN gives NaN.
+    -inf gives 0, NaN gives NaN. Where `exp2` does not flush, the bits are the same.
     """
-    vector = f"float32x{_LANES}"
+    vector = f"float32x{NATIVE_LANES}"
     every = tirx.const(-1, "int16")
-
-    def constant(value: float) -> tirx.PrimExpr:
-        return tirx.Broadcast(tirx.const(value, "float32"), _LANES)
 
     rest = tirx.call_llvm_pure_intrin(
         vector,
@@ -72,9 +79,9 @@ def exp2_native(x: tirx.PrimExpr) -> tirx.PrimExpr:
         every,
         tirx.const(4, "int32"),
     )
-    power = constant(SHORT_COEFFICIENTS[-1])
-    for coefficient in reversed(SHORT_COEFFICIENTS[:-1]):
-        power = power * rest + constant(coefficient)
+    power = _constant(coefficients[-1], "float32", NATIVE_LANES)
+    for coefficient in reversed(coefficients[:-1]):
+        power = power * rest + _constant(coefficient, "float32", NATIVE_LANES)
     return tirx.call_llvm_pure_intrin(
         vector,
         "llvm.x86.avx512.mask.scalef.ps.512",
@@ -84,3 +91,8 @@ def exp2_native(x: tirx.PrimExpr) -> tirx.PrimExpr:
         every,
         tirx.const(4, "int32"),
     )
+
+
+def exp2_vector(x: tirx.PrimExpr, lanes: int) -> tirx.PrimExpr:
+    """Return 2**x for a vector of x <= 0: by AVX-512's instructions where it is that wide."""
+    return exp2_native(x) if lanes == NATIVE_LANES else exp2(x, lanes)

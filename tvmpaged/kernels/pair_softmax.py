@@ -11,8 +11,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.exp2 import exp2, exp2_native
-from tvmpaged.kernels.fold import fold_rows
+from tvmpaged.kernels.exp2 import SHORT_COEFFICIENTS, exp2, exp2_native
+from tvmpaged.kernels.fold import fold
+from tvmpaged.kernels.registers import Register, registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.kernels.tile_softmax import bfloat16_bits
@@ -20,7 +21,7 @@ from tvmpaged.kernels.tile_softmax import bfloat16_bits
 
 def _maxima(t: Tile) -> Callable[..., Any]:
     """Return the program part that masks scores and takes each row's maximum."""
-    rows, groups, fold = min(t.rows, SIDE), t.columns // SIDE, fold_rows(T.max, SIDE)
+    rows, groups = min(t.rows, SIDE), t.columns // SIDE
 
     @T.inline
     def mask(scores, row, visible, depths):
@@ -31,22 +32,26 @@ def _maxima(t: Tile) -> Callable[..., Any]:
                 T.Broadcast(T.float32(NEG_INF), SIDE),
             )
 
-    @T.inline
-    def row_maximum(scores, row, visible, depths, best, r):
-        top = T.sblock_alloc_buffer((2, SIDE), "float32")
-        if depths * DEPTH > visible:
-            mask(scores, row, visible, depths)
-        for i in T.unroll(2):
-            top[i, T.Ramp(0, 1, SIDE)] = scores[row, T.Ramp(i * SIDE, 1, SIDE)]
-        for k in range(depths - 1):
-            for i in T.unroll(2):
-                top[i, T.Ramp(0, 1, SIDE)] = T.max(
-                    top[i, T.Ramp(0, 1, SIDE)],
-                    scores[row, T.Ramp((k + 1) * DEPTH + i * SIDE, 1, SIDE)],
-                )
-        best[0, r, T.Ramp(0, 1, SIDE)] = T.max(
-            top[0, T.Ramp(0, 1, SIDE)], top[1, T.Ramp(0, 1, SIDE)]
-        )
+    def row_maximum(scores: Any, row: Any, depths: Any, best: Register) -> None:
+        """Emit the maximum of a row, one for each lane."""
+        top = registers(2, SIDE)
+        for i, each in enumerate(top):
+            each.set(scores[row, T.Ramp(i * SIDE, 1, SIDE)])
+        with T.serial(depths - 1) as k:
+            for i, each in enumerate(top):
+                more = scores[row, T.Ramp((k + 1) * DEPTH + i * SIDE, 1, SIDE)]
+                each.set(T.max(each.value, more))
+        best.set(T.max(top[0].value, top[1].value))
+
+    def maxima(scores: Any, row_max: Any, top: Any, group: Any, depths: Any) -> None:
+        """Emit the maxima of up to 16 rows: lane r of what is folded is row r."""
+        best = registers(rows, SIDE)
+        for r, each in enumerate(best):
+            row_maximum(scores, group * SIDE + r, depths, each)
+        # What stands behind the last row is not used.
+        fold(T.max, [*best, *registers(SIDE - rows, SIDE)], SIDE, SIDE // 2, 1)
+        these = T.Ramp(group * SIDE, 1, SIDE)
+        T.buffer_store(top, T.max(row_max[these], best[0].value), [these])
 
     @T.inline
     def run(scores, depths, limit, key, row_max, top):
@@ -55,20 +60,10 @@ def _maxima(t: Tile) -> Callable[..., Any]:
                 g = T.axis.opaque(groups, group)
                 T.reads()
                 T.writes()
-                # Lane r of what is folded is row r; what stands behind the last row is not used.
-                best = T.sblock_alloc_buffer((1, SIDE, SIDE), "float32")
                 for r in range(rows):
-                    with T.sblock("row_top"):
-                        vr = T.axis.opaque(rows, r)
-                        T.reads()
-                        T.writes()
-                        row_maximum(
-                            scores, g * SIDE + vr, limit[g * SIDE + vr] - key, depths, best, vr
-                        )
-                fold(best, 0)
-                top[T.Ramp(g * SIDE, 1, SIDE)] = T.max(
-                    row_max[T.Ramp(g * SIDE, 1, SIDE)], best[0, 0, T.Ramp(0, 1, SIDE)]
-                )
+                    if depths * DEPTH > limit[g * SIDE + r] - key:
+                        mask(scores, g * SIDE + r, limit[g * SIDE + r] - key, depths)
+                maxima(scores, row_max, top, g, depths)
 
     return run
 
@@ -81,6 +76,30 @@ def softmax(t: Tile) -> Callable[..., Any]:
     rows, groups = t.rows, t.columns // SIDE
     maxima = _maxima(t)
 
+    def weights(
+        scores: Any,
+        probs: Any,
+        depths: Any,
+        base: Any,
+        factor: Any,
+        row_sum: Any,
+        rescale: Any,
+        r: Any,
+    ) -> None:
+        """Emit a row's probabilities."""
+        sums, both, all_ = registers(2, SIDE), registers(2, SIDE), T.Ramp(0, 1, SIDE)
+        sums[0].set(row_sum[r, all_] * T.Broadcast(rescale[r], SIDE))
+        sums[1].set(T.Broadcast(T.float32(0), SIDE))
+        with T.serial(depths) as k:
+            for i, each in enumerate(both):
+                keys = T.Ramp(k * DEPTH + i * SIDE, 1, SIDE)
+                power = scores[r, keys] - T.Broadcast(base[r], SIDE)
+                each.set(power * T.Broadcast(factor, SIDE))
+                each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
+                sums[i].set(sums[i].value + each.value)
+                T.buffer_store(probs, bfloat16_bits(each.value), [r, keys])
+        T.buffer_store(row_sum, sums[0].value + sums[1].value, [r, all_])
+
     @T.inline
     def run(scores, probs, depths, limit, key, factor, row_max, row_sum, rescale):
         top = T.sblock_alloc_buffer((t.columns,), "float32")
@@ -90,7 +109,7 @@ def softmax(t: Tile) -> Callable[..., Any]:
             for x in T.vectorized(SIDE):
                 with T.sblock("rescale"):
                     vo, vx = T.axis.remap("SS", [ro, x])
-                    # See step_rows: 0 stands in for the -inf of a row that has seen no key yet.
+                    # See row_softmax: 0 stands in for the -inf of a row that has seen no key yet.
                     base[vo * SIDE + vx] = T.Select(
                         top[vo * SIDE + vx] == T.float32(NEG_INF),
                         T.float32(0),
@@ -107,27 +126,6 @@ def softmax(t: Tile) -> Callable[..., Any]:
                 vr = T.axis.opaque(rows, r)
                 T.reads()
                 T.writes()
-                value = T.sblock_alloc_buffer((2, SIDE), "float32")
-                sums = T.sblock_alloc_buffer((2, SIDE), "float32")
-                sums[0, T.Ramp(0, 1, SIDE)] = row_sum[vr, T.Ramp(0, 1, SIDE)] * T.Broadcast(
-                    rescale[vr], SIDE
-                )
-                sums[1, T.Ramp(0, 1, SIDE)] = T.Broadcast(T.float32(0), SIDE)
-                for k in range(depths):
-                    for i in T.unroll(2):
-                        value[i, T.Ramp(0, 1, SIDE)] = (
-                            scores[vr, T.Ramp(k * DEPTH + i * SIDE, 1, SIDE)]
-                            - T.Broadcast(base[vr], SIDE)
-                        ) * T.Broadcast(factor, SIDE)
-                        value[i, T.Ramp(0, 1, SIDE)] = exp2_native(value[i, T.Ramp(0, 1, SIDE)])
-                        sums[i, T.Ramp(0, 1, SIDE)] = (
-                            sums[i, T.Ramp(0, 1, SIDE)] + value[i, T.Ramp(0, 1, SIDE)]
-                        )
-                        probs[vr, T.Ramp(k * DEPTH + i * SIDE, 1, SIDE)] = bfloat16_bits(
-                            value[i, T.Ramp(0, 1, SIDE)]
-                        )
-                row_sum[vr, T.Ramp(0, 1, SIDE)] = (
-                    sums[0, T.Ramp(0, 1, SIDE)] + sums[1, T.Ramp(0, 1, SIDE)]
-                )
+                weights(scores, probs, depths, base, factor, row_sum, rescale, vr)
 
     return run

@@ -63,7 +63,7 @@ def _gather(t: Tile, count: int) -> Callable[..., Any]:
                 T.writes()
                 first: T.let[T.int32] = start + vp * own
                 block: T.let[T.int64] = c.block(block_table, seq, T.min(first, kv_end - 1))
-                source: T.let[T.int32] = c.v_line(T.truncmod(first, c.block_size), dim)
+                source: T.let[T.int32] = c.v_line(c.slot(first), dim)
                 to: T.let[T.int32] = (
                     T.truncdiv(vp, pieces) * (count * lines) + T.truncmod(vp, pieces) * half
                 )
@@ -122,13 +122,13 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
                 T.writes()
                 key: T.let[T.int32] = start + vk * depth
                 block: T.let[T.int64] = c.block(block_table, seq, key)
-                line: T.let[T.int32] = c.v_line(T.truncmod(key, c.block_size), dim)
+                line: T.let[T.int32] = c.v_line(c.slot(key), dim)
                 next_head: T.let[T.int32] = t.ahead(kv_head, key + ahead, reach, depth)[0]
                 next_key: T.let[T.int32] = (
                     T.truncdiv(t.ahead(kv_head, key + ahead, reach, depth)[1], depth) * depth
                 )
                 next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
-                next_line: T.let[T.int32] = c.v_line(T.truncmod(next_key, c.block_size), dim)
+                next_line: T.let[T.int32] = c.v_line(c.slot(next_key), dim)
                 load_probs(probs, row_tile, vk)
                 for d in T.unroll(count):
                     if ahead > 0:

@@ -118,14 +118,14 @@ def _score(t: Tile) -> Callable[..., Any]:
                 for a in T.unroll(side_keys):
                     at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
                     block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
-                    slot_of[a, 0] = T.truncmod(at, c.block_size)
+                    slot_of[a, 0] = c.slot(at)
                 if ahead > 0:
                     for a in T.unroll(side_keys):
                         later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
                         next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
                         next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
-                        next_slot[a, 0] = T.truncmod(next_key, c.block_size)
+                        next_slot[a, 0] = c.slot(next_key)
                 for rt in range(row_tiles):
                     with T.sblock("score_tiles"):
                         vr = T.axis.opaque(row_tiles, rt)

@@ -2,7 +2,11 @@
 
 K and V are read once, straight from the cache, a group of `lanes` keys at a time. A group's dot
 products along head_dim are folded together, so that its scores come out as one vector; the running
-maximum and sum go along the keys.
+maximum and sum go along the keys. What lies past the end is neither read nor computed, but for the
+rest of a group of K.
+
+Keys of a later group are asked for one line at a time among the products: in a burst they hold up
+the loads that are waited for.
 """
 
 from __future__ import annotations
@@ -13,228 +17,145 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.exp2 import LOG2E, exp2
-from tvmpaged.kernels.fold import fold_lanes, fold_rows
-from tvmpaged.kernels.tile import NEG_INF, Tile
+from tvmpaged.kernels.fold import fold
+from tvmpaged.kernels.places import Places
+from tvmpaged.kernels.registers import Register, registers, zero
+from tvmpaged.kernels.row_softmax import softmax
+from tvmpaged.kernels.tile import Tile
 
 
 def _add(a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr:
     return a + b
 
 
-def _locate(t: Tile) -> Callable[..., Any]:
-    """Return the program part that finds the blocks and slots of a group of keys.
-
-    Where a group always lies in one block, that is one look-up and slots that follow each other.
-    """
-    c = t.cache
-
-    @T.inline
-    def locate(block_table, seq, first, kv_end, block_of, slot_of):
-        if t.one_block:
-            block_of[0] = c.block(block_table, seq, T.min(first, kv_end - 1))
-            slot_of[0] = T.truncmod(first, c.block_size)
-        else:
-            for k in T.unroll(t.lanes):
-                block_of[k] = c.block(block_table, seq, T.min(first + k, kv_end - 1))
-                slot_of[k] = T.truncmod(first + k, c.block_size)
-
-    return locate
-
-
-def _prefetch(t: Tile) -> Callable[..., Any]:
-    """Return the program part that asks for the keys, or values, of a later group."""
-    locate = _locate(t)
-
-    @T.inline
-    def prefetch(cache, dim, block_table, seq, kv_head, later, reach):
-        block_of = T.sblock_alloc_buffer((t.lanes,), "int64")
-        slot_of = T.sblock_alloc_buffer((t.lanes,), "int32")
-        head: T.let[T.int32] = t.ahead(kv_head, later, reach, t.lanes)[0]
-        first: T.let[T.int32] = t.ahead(kv_head, later, reach, t.lanes)[1]
-        locate(block_table, seq, first, reach, block_of, slot_of)
-        for k, line in T.grid(t.lanes, T.ceildiv(dim, t.line)):
-            T.evaluate(
-                t.prefetch(
-                    cache, t.block_at(block_of, k), head, t.slot_at(slot_of, k), line * t.line
-                )
-            )
-
-    return prefetch
-
-
 def _score(t: Tile) -> Callable[..., Any]:
-    """Return the program part ``scores = q . K``."""
-    c = t.cache
-    rows, lanes, groups = t.rows, t.lanes, t.keys // t.lanes
-    fold, locate, prefetch = fold_rows(_add, lanes), _locate(t), _prefetch(t)
+    """Return the program part ``scores = q . K``.
+
+    Of a group's keys every `parts`-th is multiplied and folded at a time, as many as have room in
+    registers.
+    """
+    places, rows, lanes = Places(t), t.rows, t.lanes
+    count, unroll = t.choices["dot_keys"], t.choices["dot_unroll"]
+    parts = lanes // count
+
+    def multiply(
+        q_rows: Any, k_cache: Any, head: Any, g: Any, part: int, where: Any
+    ) -> list[Register]:
+        """Emit a part's products; return one vector for each row."""
+        products = registers(rows * count, lanes)
+        zero(products, lanes)
+        with T.serial(t.vectors // unroll) as outer:
+            for i in range(unroll):
+                number = outer * unroll + i
+                for k in range(count):
+                    key = part + k * parts
+                    places.ask(k_cache, where, g, key, number)
+                    value = places.vector(k_cache, where, head, g, key, number)
+                    for r in range(rows):
+                        total, q = (
+                            products[r * count + k],
+                            q_rows[r, T.Ramp(number * lanes, 1, lanes)],
+                        )
+                        total.set(total.value + q * value)
+        for r in range(rows):
+            fold(_add, products[r * count : (r + 1) * count], lanes, lanes // 2, parts)
+        return products[::count]
+
+    def group(q_rows: Any, k_cache: Any, head: Any, g: Any, where: Any, scores: Any) -> None:
+        """Emit the scores of a group."""
+        folded = [multiply(q_rows, k_cache, head, g, part, where) for part in range(parts)]
+        for r in range(rows):
+            of_row = [each[r] for each in folded]
+            fold(_add, of_row, lanes, parts // 2, 1)
+            T.buffer_store(scores, of_row[0].value, [r, T.Ramp(g * lanes, 1, lanes)])
 
     @T.inline
-    def score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, reach, scores):
-        for group in range(groups):
-            with T.sblock("key_group"):
-                g = T.axis.opaque(groups, group)
+    def score(q_rows, k_cache, kv_head, groups, where, scores):
+        for each in range(groups):
+            with T.sblock("score"):
+                g = T.axis.opaque(groups, each)
                 T.reads()
                 T.writes()
-                first: T.let[T.int32] = key + g * lanes
-                block_of = T.sblock_alloc_buffer((lanes,), "int64")
-                slot_of = T.sblock_alloc_buffer((lanes,), "int32")
-                products = T.sblock_alloc_buffer((rows, lanes, lanes), "float32")
-                locate(block_table, seq, first, kv_end, block_of, slot_of)
-                if t.prefetch_keys > 0:
-                    prefetch(
-                        k_cache,
-                        c.head_dim,
-                        block_table,
-                        seq,
-                        kv_head,
-                        first + t.prefetch_keys,
-                        reach,
-                    )
-                for r, k in T.grid(rows, lanes):
-                    for x in T.vectorized(lanes):
-                        with T.sblock("start_dot"):
-                            vr, vk, vx = T.axis.remap("SSS", [r, k, x])
-                            products[vr, vk, vx] = T.float32(0)
-                for r, k, do in T.grid(rows, lanes, t.vectors):
-                    for x in T.vectorized(lanes):
-                        with T.sblock("dot"):
-                            vr, vk, vo, vx = T.axis.remap("SSRS", [r, k, do, x])
-                            products[vr, vk, vx] = products[vr, vk, vx] + q_rows[
-                                vr, vo * lanes + vx
-                            ] * c.wide(
-                                c.at(
-                                    k_cache,
-                                    t.block_at(block_of, vk),
-                                    kv_head,
-                                    t.slot_at(slot_of, vk),
-                                    vo * lanes + vx,
-                                )
-                            )
-                for r in range(rows):
-                    with T.sblock("fold"):
-                        vr = T.axis.opaque(rows, r)
-                        T.reads()
-                        T.writes()
-                        fold(products, vr)
-                        scores[vr, T.Ramp(g * lanes, 1, lanes)] = products[
-                            vr, 0, T.Ramp(0, 1, lanes)
-                        ]
+                group(q_rows, k_cache, kv_head, g, where, scores)
 
     return score
 
 
-def softmax(t: Tile) -> Callable[..., Any]:
-    """Return the program part from scores to probabilities, with the running row statistics."""
-    rows, lanes, vectors = t.rows, t.lanes, t.keys // t.lanes
-    fold = fold_lanes(T.max, lanes)
-
-    @T.inline
-    def run(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale):
-        tops = T.sblock_alloc_buffer((rows, lanes), "float32")
-        base = T.sblock_alloc_buffer((rows,), "float32")
-        for r in range(rows):
-            for x in T.vectorized(lanes):
-                with T.sblock("start_tops"):
-                    vr, vx = T.axis.remap("SS", [r, x])
-                    tops[vr, vx] = row_max[vr]
-        for r, ko in T.grid(rows, vectors):
-            for x in T.vectorized(lanes):
-                with T.sblock("mask"):
-                    vr, vo, vx = T.axis.remap("SRS", [r, ko, x])
-                    scores[vr, vo * lanes + vx] = T.Select(
-                        key + vo * lanes + vx < limit[vr],
-                        scores[vr, vo * lanes + vx] * sm_scale,
-                        T.float32(NEG_INF),
-                    )
-                    tops[vr, vx] = T.max(tops[vr, vx], scores[vr, vo * lanes + vx])
-        for r in range(rows):
-            with T.sblock("rescale"):
-                vr = T.axis.opaque(rows, r)
-                T.reads()
-                T.writes()
-                fold(tops, vr)
-                # A row that has seen no key yet has -inf as its maximum; 0 stands in for it as the
-                # base of the exponentials, so that no -inf is subtracted from another.
-                base[vr] = T.Select(tops[vr, 0] == T.float32(NEG_INF), T.float32(0), tops[vr, 0])
-                rescale[vr] = (row_max[vr] - base[vr]) * T.float32(LOG2E)
-                rescale[vr] = exp2(rescale[vr])
-                row_max[vr] = tops[vr, 0]
-        for r in range(rows):
-            for x in T.vectorized(lanes):
-                with T.sblock("rescale_sum"):
-                    vr, vx = T.axis.remap("SS", [r, x])
-                    row_sum[vr, vx] = row_sum[vr, vx] * rescale[vr]
-        for r, ko in T.grid(rows, vectors):
-            for x in T.vectorized(lanes):
-                with T.sblock("probs"):
-                    vr, vo, vx = T.axis.remap("SRS", [r, ko, x])
-                    probs[vr, vo * lanes + vx] = (
-                        scores[vr, vo * lanes + vx] - base[vr]
-                    ) * T.float32(LOG2E)
-                    probs[vr, vo * lanes + vx] = exp2(probs[vr, vo * lanes + vx])
-                    row_sum[vr, vx] = row_sum[vr, vx] + probs[vr, vo * lanes + vx]
-
-    return run
-
-
 def _weigh(t: Tile) -> Callable[..., Any]:
     """Return the program part ``acc = acc * rescale + probs . V``."""
-    c = t.cache
-    rows, lanes = t.rows, t.lanes
-    locate, prefetch = _locate(t), _prefetch(t)
+    places, rows, lanes, count = Places(t), t.rows, t.lanes, t.choices["weigh_vectors"]
+    parts, together = t.vectors_v // count, 4  # keys unrolled
+
+    def at(part: Any, i: int) -> list[Any]:
+        return [i // count, T.Ramp((part * count + i % count) * lanes, 1, lanes)]
+
+    def ask(v_cache: Any, g: Any, k: Any, part: Any, where: Any) -> None:
+        for d in range(count):
+            places.ask(v_cache, where, g, k, part * count + d)
+
+    def add(
+        probs: Any, v_cache: Any, head: Any, g: Any, k: Any, part: Any, where: Any, sums: Any
+    ) -> None:
+        """Emit what a key adds."""
+        for d in range(count):
+            value = places.vector(v_cache, where, head, g, k, part * count + d)
+            for r in range(rows):
+                total = sums[r * count + d]
+                total.set(total.value + T.Broadcast(probs[r, g * lanes + k], lanes) * value)
+
+    def whole(
+        probs: Any, v_cache: Any, head: Any, g: Any, part: Any, where: Any, sums: Any
+    ) -> None:
+        """Emit what a group of keys that all exist adds."""
+        with T.serial(lanes // together) as k:
+            for i in range(together):
+                ask(v_cache, g, k * together + i, part, where)
+                add(probs, v_cache, head, g, k * together + i, part, where, sums)
+
+    def load(acc: Any, part: Any) -> list[Register]:
+        sums = registers(rows * count, lanes)
+        for i, each in enumerate(sums):
+            row, dims = at(part, i)
+            each.set(acc[row, dims])
+        return sums
+
+    def store(acc: Any, part: Any, sums: list[Register]) -> None:
+        for i, each in enumerate(sums):
+            T.buffer_store(acc, each.value, at(part, i))
 
     @T.inline
-    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc):
+    def weigh(probs, rescale, v_cache, kv_head, key, groups, kv_end, where, acc):
         for r, do in T.grid(rows, t.vectors_v):
             for x in T.vectorized(lanes):
                 with T.sblock("rescale_acc"):
                     vr, vo, vx = T.axis.remap("SSS", [r, do, x])
                     acc[vr, vo * lanes + vx] = acc[vr, vo * lanes + vx] * rescale[vr]
-        # Only keys that exist are read: 0 times the NaN of an unused slot would be NaN.
-        for group in range(T.ceildiv(T.min(t.keys, kv_end - key), lanes)):
-            with T.sblock("value_group"):
-                g = T.axis.opaque(T.ceildiv(T.min(t.keys, kv_end - key), lanes), group)
+        for each, part in T.grid(groups, parts):
+            with T.sblock("weigh"):
+                g = T.axis.opaque(groups, each)
+                p = T.axis.opaque(parts, part)
                 T.reads()
                 T.writes()
-                first: T.let[T.int32] = key + g * lanes
-                block_of = T.sblock_alloc_buffer((lanes,), "int64")
-                slot_of = T.sblock_alloc_buffer((lanes,), "int32")
-                locate(block_table, seq, first, kv_end, block_of, slot_of)
-                if t.prefetch_keys > 0:
-                    prefetch(
-                        v_cache,
-                        c.head_dim_v,
-                        block_table,
-                        seq,
-                        kv_head,
-                        first + t.prefetch_keys,
-                        reach,
-                    )
-                for r, do, k in T.grid(rows, t.vectors_v, T.min(lanes, kv_end - first)):
-                    for x in T.vectorized(lanes):
-                        with T.sblock("weigh"):
-                            vr, vo, vx = T.axis.remap("SSS", [r, do, x])
-                            vk = T.axis.reduce(T.min(lanes, kv_end - first), k)
-                            acc[vr, vo * lanes + vx] = acc[vr, vo * lanes + vx] + probs[
-                                vr, g * lanes + vk
-                            ] * c.wide(
-                                c.at(
-                                    v_cache,
-                                    t.block_at(block_of, vk),
-                                    kv_head,
-                                    t.slot_at(slot_of, vk),
-                                    vo * lanes + vx,
-                                )
-                            )
+                # Only keys that exist are read: 0 times the NaN of an unused slot would be NaN.
+                left: T.let[T.int32] = kv_end - key - g * lanes
+                sums = T.meta_var(load(acc, p))
+                if left >= lanes:
+                    whole(probs, v_cache, kv_head, g, p, where, sums)
+                else:
+                    for k in range(lanes):
+                        ask(v_cache, g, k, p, where)
+                    for k in range(left):
+                        add(probs, v_cache, kv_head, g, k, p, where, sums)
+                store(acc, p, sums)
 
     return weigh
 
 
 def kv_step(t: Tile) -> Callable[..., Any]:
     """Return the program part of one step."""
-    rows, keys = t.rows, t.keys
-    score, probabilities, weigh = _score(t), softmax(t), _weigh(t)
+    rows, keys, lanes = t.rows, t.keys, t.lanes
+    places = Places(t)
+    locate, score, probabilities, weigh = places.locate(), _score(t), softmax(t), _weigh(t)
 
     @T.inline
     def step(
@@ -256,8 +177,11 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         scores = T.sblock_alloc_buffer((rows, keys), "float32")
         probs = T.sblock_alloc_buffer((rows, keys), "float32")
         rescale = T.sblock_alloc_buffer((rows,), "float32")
-        score(q_rows, k_cache, block_table, seq, kv_head, key, kv_end, reach, scores)
-        probabilities(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
-        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc)
+        where = T.sblock_alloc_buffer(places.shape, "int64")
+        groups: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), lanes)
+        locate(block_table, seq, kv_head, key, groups, kv_end, reach, where)
+        score(q_rows, k_cache, kv_head, groups, where, scores)
+        probabilities(scores, probs, groups, limit, key, sm_scale, row_max, row_sum, rescale)
+        weigh(probs, rescale, v_cache, kv_head, key, groups, kv_end, where, acc)
 
     return step

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tvmpaged.kernels import block_scores
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import TINY, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
@@ -17,17 +18,17 @@ from tvmpaged.kernels.tile_values import weigh_part
 
 
 def _stage(t: Tile) -> Callable[..., Any]:
-    """Return the program part that copies keys of blocks that no tile fits into scratch."""
-    c, size = t.cache, t.cache.spec.block_size
+    """Return the program part that copies K of blocks that no tile fits, and asks for K and V."""
+    c, size, dim = t.cache, t.cache.spec.block_size, t.cache.spec.head_dim
     ahead = -(-t.prefetch_keys // size) * size  # whole blocks
 
     @T.inline
-    def ask(cache, dim, block, head, slot):
-        for line in T.unroll(-(-dim // DEPTH)):
+    def ask(cache, row, block, head, slot):
+        for line in T.unroll(-(-row // DEPTH)):
             T.evaluate(t.prefetch(cache, block, head, slot, line * DEPTH))
 
     @T.inline
-    def copy(cache, dim, block, head, slot, target, key):
+    def copy(cache, block, head, slot, target, key):
         for do in T.unroll(dim // DEPTH):
             target[key, T.Ramp(do * DEPTH, 1, DEPTH)] = tirx.reinterpret(
                 f"uint16x{DEPTH}", c.at(cache, block, head, slot, T.Ramp(do * DEPTH, 1, DEPTH))
@@ -38,7 +39,7 @@ def _stage(t: Tile) -> Callable[..., Any]:
             )
 
     @T.inline
-    def stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile, v_tile):
+    def stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile):
         # Block by block: the keys of one stand in line.
         for b in range(
             T.truncdiv(T.min(key + t.keys, kv_end) - 1, size) - T.truncdiv(key, size) + 1
@@ -67,8 +68,7 @@ def _stage(t: Tile) -> Callable[..., Any]:
                         T.writes()
                         slot: T.let[T.int32] = begin + vk
                         to: T.let[T.int32] = at + slot - key
-                        copy(k_cache, c.spec.head_dim, block, kv_head, slot, k_tile, to)
-                        copy(v_cache, c.spec.head_dim_v, block, kv_head, slot, v_tile, to)
+                        copy(k_cache, block, kv_head, slot, k_tile, to)
 
     return stage
 
@@ -76,9 +76,10 @@ def _stage(t: Tile) -> Callable[..., Any]:
 def kv_step(t: Tile) -> Callable[..., Any]:
     """Return the program part of one step."""
     c, keys = t.cache, t.keys
-    dim, dim_v = c.spec.head_dim, c.spec.head_dim_v
-    score, weigh = score_part(t), weigh_part(t)
-    stage, staged, few = _stage(t), not t.tiles_fit, t.few_rows
+    dim, by_block = c.spec.head_dim, t.key_rows < SIDE
+    score, score_blocks, weigh = score_part(t), block_scores.score_part(t), weigh_part(t)
+    stage, staged, few = _stage(t), t.copies_keys, t.few_rows
+    margin = block_scores.MARGIN if by_block else 0
     softmax = softmax_rows(t) if few else softmax_columns(t)
     staged_keys = keys if staged else 1
 
@@ -100,12 +101,32 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         acc,
     ):
         k_tile = T.sblock_alloc_buffer((staged_keys, dim), "uint16")
-        v_tile = T.sblock_alloc_buffer((staged_keys, dim_v), "uint16")
-        scores = T.sblock_alloc_buffer((keys, t.columns), "float32")
+        scores = T.sblock_alloc_buffer((keys + 2 * margin, t.columns), "float32")
         rescale = T.sblock_alloc_buffer((t.rows,), "float32")
         if staged:
-            stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile, v_tile)
-        score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, reach, scores)
+            stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile)
+        # Of many rows' keys nothing past the end is computed, but for the rest of 32.
+        depths: T.let[T.int32] = (
+            keys // DEPTH if few else T.ceildiv(T.min(keys, kv_end - key), DEPTH)
+        )
+        if by_block:
+            score_blocks(
+                q_tiles, k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, scores
+            )
+        else:
+            score(
+                q_tiles,
+                k_cache,
+                k_tile,
+                depths,
+                block_table,
+                seq,
+                kv_head,
+                key,
+                kv_end,
+                reach,
+                scores,
+            )
         if few:
             probs = T.sblock_alloc_buffer((t.rows, keys), "uint16")
             softmax(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale)
@@ -113,7 +134,6 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 probs,
                 rescale,
                 v_cache,
-                v_tile,
                 block_table,
                 seq,
                 kv_head,
@@ -127,6 +147,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
             softmax(
                 scores,
                 pairs,
+                depths,
                 limit,
                 key,
                 T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
@@ -138,7 +159,6 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 pairs,
                 rescale,
                 v_cache,
-                v_tile,
                 block_table,
                 seq,
                 kv_head,

@@ -101,11 +101,26 @@ class PagedCache:
 
     def block(self, block_table: Any, seq: Expr, position: Expr) -> Any:
         """Return the id of the block that holds a kv position, as int64."""
-        return tirx.Cast("int64", block_table[seq, tirx.truncdiv(position, self.block_size)])
+        return tirx.Cast("int64", block_table[seq, self.block_number(position)])
 
-    def wide(self, value: Any) -> Any:
-        """Widen an element of the cache to float32."""
-        return value if self.spec.kv_dtype == "float32" else tirx.Cast("float32", value)
+    def block_number(self, position: Expr) -> Any:
+        """Return which of its sequence's blocks holds a kv position.
+
+        Positions are not negative; told so, a compiler divides in half as many instructions.
+        """
+        size = tirx.Cast("uint32", self.block_size)
+        return tirx.Cast("int32", tirx.truncdiv(tirx.Cast("uint32", position), size))
+
+    def slot(self, position: Expr) -> Any:
+        """Return the slot of a kv position in its block."""
+        size = tirx.Cast("uint32", self.block_size)
+        return tirx.Cast("int32", tirx.truncmod(tirx.Cast("uint32", position), size))
+
+    def wide(self, value: Any, lanes: int = 1) -> Any:
+        """Widen an element of the cache, or a vector, to float32."""
+        if self.spec.kv_dtype == "float32":
+            return value
+        return tirx.Cast("float32" if lanes == 1 else f"float32x{lanes}", value)
 
 
 @dataclass(frozen=True)
@@ -164,6 +179,16 @@ class Tile:
         return self.cache.spec.block_size % SIDE == 0
 
     @property
+    def key_rows(self) -> int:
+        """Keys of a tile of K where K is the left operand."""
+        return TileRegisters.key_rows(self.cache.spec, self.choices)
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether keys are copied before tiles are loaded from them."""
+        return not self.tiles_fit and self.key_rows == SIDE
+
+    @property
     def value_keys(self) -> int:
         """Keys of one tile of V where pairs are read."""
         return TileRegisters.value_keys(self.cache.spec, self.choices)
@@ -196,14 +221,6 @@ class Tile:
     def one_block(self) -> bool:
         """Whether a group of `lanes` keys always lies in one block."""
         return self.run % self.lanes == 0
-
-    def block_at(self, block_of: Any, key: Expr) -> Any:
-        """Return the block id of a group's key from its scratch (see `step_rows`)."""
-        return block_of[0] if self.one_block else block_of[key]
-
-    def slot_at(self, slot_of: Any, key: Expr) -> Any:
-        """Return the slot of a group's key in its block from its scratch."""
-        return slot_of[0] + key if self.one_block else slot_of[key]
 
     @property
     def vectors(self) -> Expr:

@@ -28,6 +28,8 @@ NUM_REGISTERS = 8
 #: Rows of a register; bfloat16 of one of its rows.
 SIDE, DEPTH = layout.SIDE, layout.LINE
 _ROW_BYTES = 64
+#: Least keys of a tile of K.
+LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,11 @@ class TileRegisters:
         rows, vectors = choices["weigh_rows"], choices["weigh_vectors"]
         num_acc, num_score = rows * vectors, keys * columns
         num_full = num_score + 1 + columns
-        few = choices["row_tile"] < SIDE
+        few, height = choices["row_tile"] < SIDE, cls.key_rows(spec, choices)
         if not few:  # when the second product begins, the first is done with its registers
             num_full = max(num_full, num_acc + rows + 1)
-        shapes = [(SIDE, _ROW_BYTES)] * num_full
+        shapes = [(height, _ROW_BYTES)] * (num_score + 1)
+        shapes += [(SIDE, _ROW_BYTES)] * (num_full - len(shapes))
         k_tail = q_tail = len(shapes)
         if spec.head_dim % DEPTH:
             q_tail = k_tail + 1
@@ -79,6 +82,9 @@ class TileRegisters:
         if few:
             acc, v = len(shapes), num_score
             shapes += [(choices["row_tile"], _ROW_BYTES)] * (num_acc + rows)
+            if height < SIDE:  # V cannot share K's register
+                v = len(shapes)
+                shapes.append((SIDE, _ROW_BYTES))
         return cls(
             score=0,
             k=num_score,
@@ -118,6 +124,21 @@ class TileRegisters:
             v=half + num_half if halved else num_left,
             shapes=tuple(shapes),
         )
+
+    @staticmethod
+    def key_rows(spec: AttentionSpec, choices: Mapping[str, Any]) -> int:
+        """Return the keys of a tile of K: fewer than 16 where tiles of 16 do not fit the blocks.
+
+        Few rows take equal tiles of each block as it lies, the last two overlapping where they must
+        (a product takes as long as its left operand has rows, which here is K). Blocks of less than
+        4 keys would take too many tiles, the tail of a head_dim too many registers, and with many
+        rows a copy costs little: there, tiles are of 16 copied keys.
+        """
+        size = spec.block_size
+        few = choices["step"] == "rows"
+        if not few or size % SIDE == 0 or size < LEAST_ROWS or spec.head_dim % DEPTH:
+            return SIDE
+        return -(-size // -(-size // SIDE))
 
     @staticmethod
     def value_keys(spec: AttentionSpec, choices: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels import amx
+from tvmpaged.kernels.registers import registers
 from tvmpaged.kernels.tile import Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.kernels.transpose import shuffle, transpose
@@ -19,7 +20,7 @@ from tvmpaged.kernels.transpose import shuffle, transpose
 
 def load_q(t: Tile) -> Callable[..., Any]:
     """Return the program part that lays query rows out as pairs, ``[head_dim / 2, columns]``."""
-    rows, dim, turn = t.rows, t.cache.spec.head_dim, transpose()
+    rows, dim = t.rows, t.cache.spec.head_dim
     chunks, tail = dim // DEPTH, dim % DEPTH
 
     def pairs_of(q: Any, token: Any, head: Any, chunk: Any, n: int) -> Any:
@@ -28,29 +29,30 @@ def load_q(t: Tile) -> Callable[..., Any]:
             value = shuffle(value, T.Broadcast(T.uint32(0), n // 2), list(range(SIDE)))
         return value
 
-    @T.inline
-    def load_chunk(q, q_start, token_of, head_of, sign, column, chunk, n, q_tiles):
-        block = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
-        other = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
-        for r in T.unroll(SIDE):
+    def load_chunk(
+        q: Any,
+        q_start: Any,
+        token_of: Any,
+        head_of: Any,
+        sign: Any,
+        column: Any,
+        chunk: Any,
+        n: int,
+        q_tiles: Any,
+    ) -> None:
+        """Emit the laying out of 16 rows' dims, `n` of them."""
+        block = registers(SIDE, SIDE, "uint32")
+        for r, each in enumerate(block):
+            each.set(T.Broadcast(T.uint32(0), SIDE))
             if r < rows:
-                block[r, T.Ramp(0, 1, SIDE)] = T.bitwise_xor(
-                    pairs_of(
-                        q,
-                        q_start + token_of[column * SIDE + r],
-                        head_of[column * SIDE + r],
-                        chunk,
-                        n,
-                    ),
-                    T.Broadcast(sign, SIDE),
-                )
-            else:
-                block[r, T.Ramp(0, 1, SIDE)] = T.Broadcast(T.uint32(0), SIDE)
-        turn(block, other)
-        for pair in T.unroll(n // 2):
-            q_tiles[chunk * SIDE + pair, T.Ramp(column * SIDE, 1, SIDE)] = block[
-                pair, T.Ramp(0, 1, SIDE)
-            ]
+                row = column * SIDE + r
+                pairs = pairs_of(q, q_start + token_of[row], head_of[row], chunk, n)
+                each.set(T.bitwise_xor(pairs, T.Broadcast(sign, SIDE)))
+        transpose(block)
+        for pair, each in enumerate(block[: n // 2]):
+            T.buffer_store(
+                q_tiles, each.value, [chunk * SIDE + pair, T.Ramp(column * SIDE, 1, SIDE)]
+            )
 
     @T.inline
     def run(q, q_start, token_of, head_of, sm_scale, q_tiles):
@@ -77,10 +79,10 @@ def score_part(t: Tile) -> Callable[..., Any]:
     """Return the program part ``scores = K . q``."""
     c, regs = t.cache, t.registers
     side_keys, side_columns = t.choices["dot_keys"], t.choices["dot_vectors"]
-    key_tiles, column_tiles = t.keys // SIDE // side_keys, t.columns // SIDE // side_columns
+    column_tiles = t.columns // SIDE // side_columns
     dim = c.spec.head_dim
     chunks, tail = dim // DEPTH, dim % DEPTH
-    staged = not t.tiles_fit
+    staged = t.copies_keys
     ahead = 0 if staged else t.prefetch_keys
     # The keys of a later step are asked for a few whole rows at a time, among the products.
     share, lines = -(-SIDE // (chunks + (tail > 0))), -(-dim // DEPTH)
@@ -143,10 +145,12 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 T.evaluate(amx.dot(regs.score + a * side_columns + b, k_register, q_register + b))
 
     @T.inline
-    def score(q_tiles, k_cache, k_tile, block_table, seq, kv_head, key, kv_end, reach, scores):
-        for kt in range(key_tiles):
+    def score(
+        q_tiles, k_cache, k_tile, depths, block_table, seq, kv_head, key, kv_end, reach, scores
+    ):
+        for kt in range(T.ceildiv(depths * 2, side_keys)):
             with T.sblock("key_tiles"):
-                vk = T.axis.opaque(key_tiles, kt)
+                vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
                 T.reads()
                 T.writes()
                 block_of = T.sblock_alloc_buffer((side_keys, 1), "int64")
@@ -154,7 +158,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 for a in T.unroll(side_keys):
                     at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
                     block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
-                    slot_of[a, 0] = T.truncmod(at, c.block_size)
+                    slot_of[a, 0] = c.slot(at)
                 next_head = T.sblock_alloc_buffer((side_keys, 1), "int32")
                 next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
                 next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
@@ -164,7 +168,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                         next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
                         next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
-                        next_slot[a, 0] = T.truncmod(next_key, c.block_size)
+                        next_slot[a, 0] = c.slot(next_key)
                 for ct in range(column_tiles):
                     with T.sblock("score_tiles"):
                         vc = T.axis.opaque(column_tiles, ct)

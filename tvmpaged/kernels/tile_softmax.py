@@ -1,6 +1,6 @@
 """From scores ``[keys, rows]`` in tiles to probabilities ``[rows, keys]`` in bfloat16.
 
-For few rows the scores are transposed and take `step_rows`' softmax; for many the softmax runs down
+For few rows the scores are transposed and take the softmax of `row_softmax`; for many it runs down
 the columns, and the probabilities are transposed, two keys to an element. Row sums are those of the
 probabilities before they are rounded.
 """
@@ -13,8 +13,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import step_rows
-from tvmpaged.kernels.exp2 import exp2, exp2_native
+from tvmpaged.kernels import row_softmax
+from tvmpaged.kernels.block_scores import MARGIN
+from tvmpaged.kernels.exp2 import SHORT_COEFFICIENTS, exp2_native, exp2_vector
+from tvmpaged.kernels.registers import Register, registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.kernels.transpose import transpose
@@ -25,7 +27,16 @@ _CHAINS = 4
 
 def _turn(t: Tile) -> Callable[..., Any]:
     """Return the program part from scores ``[keys, 16]`` to ``[rows, keys]``."""
-    rows, key_tiles, turn = t.rows, t.keys // SIDE, transpose()
+    rows, key_tiles = t.rows, t.keys // SIDE
+    margin = MARGIN if t.key_rows < SIDE else 0
+
+    def turn(scores: Any, turned: Any, tile: Any) -> None:
+        block = registers(SIDE, SIDE)
+        for k, each in enumerate(block):
+            each.set(scores[margin + tile * SIDE + k, T.Ramp(0, 1, SIDE)])
+        transpose(block)
+        for r, each in enumerate(block[:rows]):
+            T.buffer_store(turned, each.value, [r, T.Ramp(tile * SIDE, 1, SIDE)])
 
     @T.inline
     def run(scores, turned):
@@ -34,13 +45,7 @@ def _turn(t: Tile) -> Callable[..., Any]:
                 vk = T.axis.opaque(key_tiles, kt)
                 T.reads()
                 T.writes()
-                block = T.sblock_alloc_buffer((SIDE, SIDE), "float32")
-                other = T.sblock_alloc_buffer((SIDE, SIDE), "float32")
-                for k in T.unroll(SIDE):
-                    block[k, T.Ramp(0, 1, SIDE)] = scores[vk * SIDE + k, T.Ramp(0, 1, SIDE)]
-                turn(block, other)
-                for r in T.unroll(rows):
-                    turned[r, T.Ramp(vk * SIDE, 1, SIDE)] = block[r, T.Ramp(0, 1, SIDE)]
+                turn(scores, turned, vk)
 
     return run
 
@@ -81,14 +86,14 @@ def _round(t: Tile) -> Callable[..., Any]:
 def softmax_rows(t: Tile) -> Callable[..., Any]:
     """Return the program part for few rows."""
     rows, keys = t.rows, t.keys
-    turn, round_, softmax = _turn(t), _round(t), step_rows.softmax(t)
+    turn, round_, softmax = _turn(t), _round(t), row_softmax.softmax(t)
 
     @T.inline
     def run(scores, probs, limit, key, sm_scale, row_max, row_sum, rescale):
         turned = T.sblock_alloc_buffer((rows, keys), "float32")
         exact = T.sblock_alloc_buffer((rows, keys), "float32")
         turn(scores, turned)
-        softmax(turned, exact, limit, key, T.abs(sm_scale), row_max, row_sum, rescale)
+        softmax(turned, exact, keys // SIDE, limit, key, T.abs(sm_scale), row_max, row_sum, rescale)
         round_(exact, probs)
 
     return run
@@ -98,13 +103,67 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
     """Return the program part from scores ``[keys, rows]`` to probabilities ``[rows, keys]``.
 
     Maxima are those of unscaled logits: the scale is not negative (`load_q` sees to its sign).
+    Only the first `depths` x 32 keys of a step exist.
     """
-    keys, vectors, turn = t.keys, t.columns // SIDE, transpose()
-    lanes = SIDE
+    vectors, lanes = t.columns // SIDE, SIDE
+
+    def every(value: Any) -> Any:
+        return T.Broadcast(value, lanes)
+
+    def top_of(scores: Any, depths: Any, row_max: Any, rows: Any) -> Register:
+        """Emit the new maxima of 16 rows."""
+        tops = registers(_CHAINS, lanes)
+        for each in tops:
+            each.set(row_max[rows])
+        with T.serial(depths * 2) as k:
+            for j in range(SIDE):
+                top = tops[j % _CHAINS]
+                top.set(T.max(top.value, scores[k * SIDE + j, rows]))
+        tops[0].set(T.max(tops[0].value, tops[1].value))
+        tops[2].set(T.max(tops[2].value, tops[3].value))
+        tops[0].set(T.max(tops[0].value, tops[2].value))
+        return tops[0]
+
+    def rescale_sums(
+        base: Register, factor: Any, row_max: Any, row_sum: Any, rescale: Any, rows: Any
+    ) -> list[Register]:
+        """Emit the new base; return two halves of the sums so far, on its scale."""
+        sums = registers(2, lanes)
+        sums[0].set(row_max[rows])
+        T.buffer_store(row_max, base.value, [rows])
+        # See row_softmax: 0 stands in for the -inf of a row that has seen no key yet.
+        unseen = base.value == every(T.float32(NEG_INF))
+        base.set(T.Select(unseen, every(T.float32(0)), base.value))
+        sums[0].set((sums[0].value - base.value) * every(factor))
+        # Exact, unlike the probabilities: a maximum that stays must leave the sums alone.
+        sums[0].set(exp2_vector(sums[0].value, lanes))
+        T.buffer_store(rescale, sums[0].value, [rows])
+        sums[0].set(row_sum[0, rows] * sums[0].value)
+        sums[1].set(every(T.float32(0)))
+        return sums
+
+    def weights(
+        scores: Any, probs: Any, base: Any, sums: Any, factor: Any, column: Any, depth: Any
+    ) -> None:
+        """Emit the probabilities of 16 rows and 32 keys."""
+        rows = T.Ramp(column * SIDE, 1, lanes)
+        pairs, both = registers(SIDE, SIDE, "uint32"), registers(2, lanes)
+        for j, pair in enumerate(pairs):
+            for i, each in enumerate(both):
+                each.set((scores[depth * DEPTH + 2 * j + i, rows] - base.value) * every(factor))
+                each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
+                sums[i].set(sums[i].value + each.value)
+            pair.set(_pair(both[0].value, both[1].value))
+        transpose(pairs)
+        for j, pair in enumerate(pairs):
+            T.buffer_store(probs, pair.value, [column * SIDE + j, T.Ramp(depth * SIDE, 1, SIDE)])
+
+    def store(row_sum: Any, sums: Any, rows: Any) -> None:
+        T.buffer_store(row_sum, sums[0].value + sums[1].value, [0, rows])
 
     @T.inline
-    def mask(scores, limit, key):
-        for k, ro in T.grid(keys, vectors):
+    def mask(scores, depths, limit, key):
+        for k, ro in T.grid(depths * DEPTH, vectors):
             with T.sblock("mask"):
                 vk, vr = T.axis.remap("SS", [k, ro])
                 T.reads()
@@ -116,73 +175,23 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
                 )
 
     @T.inline
-    def softmax(scores, probs, limit, key, factor, row_max, row_sum, rescale):
-        if key + keys > limit[0]:
-            mask(scores, limit, key)
+    def softmax(scores, probs, depths, limit, key, factor, row_max, row_sum, rescale):
+        if key + depths * DEPTH > limit[0]:
+            mask(scores, depths, limit, key)
         for ro in range(vectors):
             with T.sblock("column"):
                 vr = T.axis.opaque(vectors, ro)
                 T.reads()
                 T.writes()
-                tops = T.sblock_alloc_buffer((_CHAINS, lanes), "float32")
-                base = T.sblock_alloc_buffer((1, lanes), "float32")
-                sums = T.sblock_alloc_buffer((2, lanes), "float32")
-                pairs = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
-                other = T.sblock_alloc_buffer((SIDE, SIDE), "uint32")
-                for i in T.unroll(_CHAINS):
-                    tops[i, T.Ramp(0, 1, lanes)] = row_max[T.Ramp(vr * lanes, 1, lanes)]
-                for k in range(keys // SIDE):
-                    for j in T.unroll(SIDE):
-                        tops[j % _CHAINS, T.Ramp(0, 1, lanes)] = T.max(
-                            tops[j % _CHAINS, T.Ramp(0, 1, lanes)],
-                            scores[k * SIDE + j, T.Ramp(vr * lanes, 1, lanes)],
-                        )
-                base[0, T.Ramp(0, 1, lanes)] = T.max(
-                    T.max(tops[0, T.Ramp(0, 1, lanes)], tops[1, T.Ramp(0, 1, lanes)]),
-                    T.max(tops[2, T.Ramp(0, 1, lanes)], tops[3, T.Ramp(0, 1, lanes)]),
-                )
-                tops[0, T.Ramp(0, 1, lanes)] = row_max[T.Ramp(vr * lanes, 1, lanes)]
-                row_max[T.Ramp(vr * lanes, 1, lanes)] = base[0, T.Ramp(0, 1, lanes)]
-                # See step_rows: 0 stands in for the -inf of a row that has seen no key yet.
-                base[0, T.Ramp(0, 1, lanes)] = T.Select(
-                    base[0, T.Ramp(0, 1, lanes)] == T.Broadcast(T.float32(NEG_INF), lanes),
-                    T.Broadcast(T.float32(0), lanes),
-                    base[0, T.Ramp(0, 1, lanes)],
-                )
-                for x in T.vectorized(lanes):
-                    tops[0, x] = (tops[0, x] - base[0, x]) * factor
-                # Exact, unlike the probabilities: a maximum that stays must leave the sums alone.
-                for x in T.vectorized(lanes):
-                    rescale[vr * lanes + x] = exp2(tops[0, x])
-                for x in T.vectorized(lanes):
-                    sums[0, x] = row_sum[vr * lanes + x, 0] * rescale[vr * lanes + x]
-                sums[1, T.Ramp(0, 1, lanes)] = T.Broadcast(T.float32(0), lanes)
-                for kt in range(keys // DEPTH):
+                rows = T.meta_var(T.Ramp(vr * lanes, 1, lanes))
+                base = T.meta_var(top_of(scores, depths, row_max, rows))
+                sums = T.meta_var(rescale_sums(base, factor, row_max, row_sum, rescale, rows))
+                for kt in range(depths):
                     with T.sblock("probs"):
-                        vk = T.axis.opaque(keys // DEPTH, kt)
+                        vk = T.axis.opaque(depths, kt)
                         T.reads()
                         T.writes()
-                        for j in T.unroll(SIDE):
-                            for i in T.unroll(2):
-                                tops[i, T.Ramp(0, 1, lanes)] = (
-                                    scores[vk * DEPTH + 2 * j + i, T.Ramp(vr * lanes, 1, lanes)]
-                                    - base[0, T.Ramp(0, 1, lanes)]
-                                ) * T.Broadcast(factor, lanes)
-                                tops[i, T.Ramp(0, 1, lanes)] = exp2_native(
-                                    tops[i, T.Ramp(0, 1, lanes)]
-                                )
-                                sums[i, T.Ramp(0, 1, lanes)] = (
-                                    sums[i, T.Ramp(0, 1, lanes)] + tops[i, T.Ramp(0, 1, lanes)]
-                                )
-                            pairs[j, T.Ramp(0, 1, lanes)] = _pair(
-                                tops[0, T.Ramp(0, 1, lanes)], tops[1, T.Ramp(0, 1, lanes)]
-                            )
-                        turn(pairs, other)
-                        for j in T.unroll(SIDE):
-                            probs[vr * SIDE + j, T.Ramp(vk * SIDE, 1, SIDE)] = pairs[
-                                j, T.Ramp(0, 1, SIDE)
-                            ]
-                for x in T.vectorized(lanes):
-                    row_sum[vr * lanes + x, 0] = sums[0, x] + sums[1, x]
+                        weights(scores, probs, base, sums, factor, vr, vk)
+                store(row_sum, sums, rows)
 
     return softmax

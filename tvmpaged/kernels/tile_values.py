@@ -25,48 +25,28 @@ _ALL = [i for j in range(SIDE) for i in (j, SIDE + j)]
 
 def _pair_rows(t: Tile) -> Callable[..., Any]:
     """Return the program part from two rows of V to one row of pairs."""
-    c, staged, count = t.cache, not t.tiles_fit, t.cache.spec.head_dim_v // SIDE
+    c, count = t.cache, t.cache.spec.head_dim_v // SIDE
 
-    def row(
-        cache: Any, v_tile: Any, block: Any, head: Any, slot: Any, key: Any, d: Any, n: int
-    ) -> Any:
-        at = T.Ramp(d, 1, n)
-        if staged:
-            return v_tile[key, at]
-        return tirx.reinterpret(f"uint16x{n}", c.at(cache, block, head, slot, at))
+    def row(cache: Any, head: Any, places: Any, key: Any, d: Any, n: int) -> Any:
+        value = c.at(cache, places[0, key], head, places[1, key], T.Ramp(d, 1, n))
+        return tirx.reinterpret(f"uint16x{n}", value)
 
     def guarded(value: Any, exists: Any, n: int) -> Any:
         return T.Select(T.Broadcast(exists, n), value, T.Broadcast(T.uint16(0), n))
 
     @T.inline
-    def pair_rows(v_cache, v_tile, block, kv_head, slot, key, first, last, pairs, pair, whole):
+    def pair_rows(v_cache, kv_head, places, key, left, pairs, pair, whole):
         for chunk in T.unroll(count // 2):
             a = T.sblock_alloc_buffer((2, DEPTH), "uint16")
             for i in T.unroll(2):
                 if whole:
                     a[i, T.Ramp(0, 1, DEPTH)] = row(
-                        v_cache,
-                        v_tile,
-                        block,
-                        kv_head,
-                        slot + i,
-                        key + i,
-                        chunk * DEPTH,
-                        DEPTH,
+                        v_cache, kv_head, places, key + i, chunk * DEPTH, DEPTH
                     )
                 else:
                     a[i, T.Ramp(0, 1, DEPTH)] = guarded(
-                        row(
-                            v_cache,
-                            v_tile,
-                            block,
-                            kv_head,
-                            slot + i,
-                            key + i,
-                            chunk * DEPTH,
-                            DEPTH,
-                        ),
-                        first + i < last,
+                        row(v_cache, kv_head, places, key + i, chunk * DEPTH, DEPTH),
+                        key + i < left,
                         DEPTH,
                     )
             pairs[pair, T.Ramp(chunk * 64, 1, DEPTH)] = shuffle(
@@ -79,17 +59,8 @@ def _pair_rows(t: Tile) -> Callable[..., Any]:
             rest = T.sblock_alloc_buffer((2, SIDE), "uint16")
             for i in T.unroll(2):
                 rest[i, T.Ramp(0, 1, SIDE)] = guarded(
-                    row(
-                        v_cache,
-                        v_tile,
-                        block,
-                        kv_head,
-                        slot + i,
-                        key + i,
-                        count // 2 * DEPTH,
-                        SIDE,
-                    ),
-                    first + i < last,
+                    row(v_cache, kv_head, places, key + i, count // 2 * DEPTH, SIDE),
+                    key + i < left,
                     SIDE,
                 )
             pairs[pair, T.Ramp(count // 2 * 64, 1, DEPTH)] = shuffle(
@@ -107,7 +78,20 @@ def _interleave(t: Tile) -> Callable[..., Any]:
     lines = (count + 1) // 2
 
     @T.inline
-    def interleave(v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, reach, pairs):
+    def locate(block_table, seq, first, kv_end, places):
+        if t.tiles_fit:
+            block: T.let[T.int64] = c.block(block_table, seq, T.min(first, kv_end - 1))
+            slot: T.let[T.int64] = T.Cast("int64", c.slot(first))
+            for k in T.unroll(SIDE):
+                places[0, k] = block
+                places[1, k] = slot + k
+        else:
+            for k in T.unroll(SIDE):
+                places[0, k] = c.block(block_table, seq, T.min(first + k, kv_end - 1))
+                places[1, k] = T.Cast("int64", c.slot(first + k))
+
+    @T.inline
+    def interleave(v_cache, block_table, seq, kv_head, key, kv_end, reach, pairs):
         # Only keys that exist are read, and the odd ones of the last tile count as 0: 0 times the
         # NaN of an unused slot would be NaN.
         for run in range(T.ceildiv(T.min(keys, kv_end - key), DEPTH) * 2):
@@ -116,12 +100,12 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                 T.reads()
                 T.writes()
                 first: T.let[T.int32] = key + vs * SIDE
-                block: T.let[T.int64] = c.block(block_table, seq, T.min(first, kv_end - 1))
-                slot: T.let[T.int32] = T.truncmod(first, c.block_size)
+                places = T.sblock_alloc_buffer((2, SIDE), "int64")
+                locate(block_table, seq, first, kv_end, places)
                 next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[0]
                 next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[1]
                 next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
-                next_slot: T.let[T.int32] = T.truncmod(next_key, c.block_size)
+                next_slot: T.let[T.int32] = c.slot(next_key)
                 if first + SIDE <= kv_end:
                     for p in T.unroll(SIDE // 2):
                         if ahead > 0:
@@ -137,28 +121,22 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                                 )
                         pair_rows(
                             v_cache,
-                            v_tile,
-                            block,
                             kv_head,
-                            slot + 2 * p,
-                            key - start + vs * SIDE + 2 * p,
-                            first + 2 * p,
-                            kv_end,
+                            places,
+                            2 * p,
+                            SIDE,
                             pairs,
                             vs * (SIDE // 2) + p,
                             True,
                         )
                 else:
-                    for p in range(SIDE // 2):
+                    for p in T.unroll(SIDE // 2):
                         pair_rows(
                             v_cache,
-                            v_tile,
-                            block,
                             kv_head,
-                            slot + 2 * p,
-                            key - start + vs * SIDE + 2 * p,
-                            first + 2 * p,
-                            kv_end,
+                            places,
+                            2 * p,
+                            kv_end - first,
                             pairs,
                             vs * (SIDE // 2) + p,
                             False,
@@ -234,9 +212,7 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
     interleave, multiply, last = _interleave(t), _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
-    def weigh(
-        probs, rescale, v_cache, v_tile, block_table, seq, kv_head, start, kv_end, reach, acc
-    ):
+    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_end, reach, acc):
         for r, do in T.grid(t.rows, dim // SIDE):
             for x in T.vectorized(SIDE):
                 with T.sblock("rescale_acc"):
@@ -249,9 +225,7 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
                 T.writes()
                 key: T.let[T.int32] = start + vc * keys
                 pairs = T.sblock_alloc_buffer((keys // 2, dim * 2), "uint16")
-                interleave(
-                    v_cache, v_tile, block_table, seq, kv_head, start, key, kv_end, reach, pairs
-                )
+                interleave(v_cache, block_table, seq, kv_head, key, kv_end, reach, pairs)
                 for d in range(parts):
                     with T.sblock("dims"):
                         vd = T.axis.opaque(parts, d)

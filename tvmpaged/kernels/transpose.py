@@ -7,11 +7,11 @@ lead to the others; taking the widest first leaves the fewest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
-from tvm.script import tirx as T
+
+from tvmpaged.kernels.registers import Register
 
 SIDE = 16
 _LANES = range(SIDE)
@@ -30,29 +30,12 @@ def _high(a: Any, b: Any, width: int) -> Any:
     return shuffle(a, b, [SIDE + i if i & width else i + width for i in _LANES])
 
 
-def transpose() -> Callable[..., Any]:
-    """Return the program part that transposes ``[16, 16]`` in place; the other is for its use."""
-
-    @T.inline
-    def stage(source, target, width):
-        for i in T.unroll(SIDE // 2 // width):
-            for j in T.unroll(width):
-                target[i * 2 * width + j, T.Ramp(0, 1, SIDE)] = _low(
-                    source[i * 2 * width + j, T.Ramp(0, 1, SIDE)],
-                    source[i * 2 * width + width + j, T.Ramp(0, 1, SIDE)],
-                    width,
-                )
-                target[i * 2 * width + width + j, T.Ramp(0, 1, SIDE)] = _high(
-                    source[i * 2 * width + j, T.Ramp(0, 1, SIDE)],
-                    source[i * 2 * width + width + j, T.Ramp(0, 1, SIDE)],
-                    width,
-                )
-
-    @T.inline
-    def run(block, other):
-        stage(block, other, 8)
-        stage(other, block, 4)
-        stage(block, other, 2)
-        stage(other, block, 1)
-
-    return run
+def transpose(rows: list[Register]) -> None:
+    """Emit the transposition of 16 registers, in place."""
+    for width in (8, 4, 2, 1):
+        for i in (i for i in _LANES if not i & width):
+            a, b = rows[i].value, rows[i + width].value
+            low = Register(SIDE, rows[i].dtype)
+            low.set(_low(a, b, width))
+            rows[i + width].set(_high(a, b, width))
+            rows[i] = low

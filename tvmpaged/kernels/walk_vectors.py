@@ -31,6 +31,7 @@ def walk(t: Tile) -> Callable[..., Any]:
     tiled = step_pairs if pairs else step_tiles
     step = (tiled if tiles else step_columns if columns else step_rows).kv_step(t)
     sums = 1 if columns else lanes  # row sums are kept per lane where vectors go along the keys
+    sums_shape = (sums, rows) if columns else (rows, sums)
     q_shape = (t.head_dim_cap, rows) if columns else (rows, t.head_dim_cap)
     restore = load_q = None
     if pairs:
@@ -74,7 +75,10 @@ def walk(t: Tile) -> Callable[..., Any]:
         for r, x in T.grid(rows, sums):
             with T.sblock("start_sum"):
                 vr, vx = T.axis.remap("SS", [r, x])
-                row_sum[vr, vx] = T.float32(0)
+                if columns:
+                    row_sum[vx, vr] = T.float32(0)
+                else:
+                    row_sum[vr, vx] = T.float32(0)
         if tiles:
             load_q(q, q_start, token_of, head_of, sm_scale, q_rows)
         else:
@@ -110,7 +114,10 @@ def walk(t: Tile) -> Callable[..., Any]:
                 vr, vx = T.axis.remap("SR", [r, x])
                 with T.init():
                     total[vr] = T.float32(0)
-                total[vr] = total[vr] + row_sum[vr, vx]
+                if columns:
+                    total[vr] = total[vr] + row_sum[vx, vr]
+                else:
+                    total[vr] = total[vr] + row_sum[vr, vx]
         for r in range(rows):
             with T.sblock("finish"):
                 vr = T.axis.spatial(rows, r)
@@ -169,7 +176,7 @@ def walk(t: Tile) -> Callable[..., Any]:
         q_rows = T.sblock_alloc_buffer(q_shape, q_dtype)
         acc = T.sblock_alloc_buffer((rows, t.head_dim_v_cap), "float32")
         row_max = T.sblock_alloc_buffer((t.columns if pairs else rows,), "float32")
-        row_sum = T.sblock_alloc_buffer((rows, sums), "float32")
+        row_sum = T.sblock_alloc_buffer(sums_shape, "float32")
         token_of = T.sblock_alloc_buffer((t.columns,), "int32")
         head_of = T.sblock_alloc_buffer((t.columns,), "int32")
         limit = T.sblock_alloc_buffer((rows,), "int32")

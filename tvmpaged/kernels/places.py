@@ -1,0 +1,111 @@
+"""Where the keys of a step lie, looked up once for K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tvmpaged.kernels.registers import Register
+from tvmpaged.kernels.tile import Tile
+
+#: Division of numbers below 512 by a block size: a product and this shift, which is exact.
+_SHIFT = 18
+
+
+def _every(value: int, lanes: int) -> Any:
+    return T.Broadcast(T.int32(value), lanes)
+
+
+class Places:
+    """Where a step's keys lie, and the keys to ask for: int64 scratch of `shape`.
+
+    Where a group of `lanes` keys always lies in one block, that is one look-up and slots that
+    follow each other.
+    """
+
+    BLOCK, SLOT, NEXT_BLOCK, NEXT_SLOT, NEXT_HEAD = range(5)
+
+    def __init__(self, t: Tile) -> None:
+        self.t = t
+        self.shape = (5, t.keys // t.lanes if t.one_block else t.keys)
+
+    def block(self, where: Any, g: Any, k: Any, row: int = BLOCK) -> Any:
+        """Return the block id of a group's key."""
+        return where[row, g if self.t.one_block else g * self.t.lanes + k]
+
+    def slot(self, where: Any, g: Any, k: Any, row: int = SLOT) -> Any:
+        """Return the slot of a group's key in its block."""
+        return where[row, g] + k if self.t.one_block else where[row, g * self.t.lanes + k]
+
+    def vector(self, cache: Any, where: Any, head: Any, g: Any, k: Any, number: Any) -> Any:
+        """Return a vector of a group's key as float32."""
+        c, lanes = self.t.cache, self.t.lanes
+        block, slot = self.block(where, g, k), self.slot(where, g, k)
+        return c.wide(c.at(cache, block, head, slot, T.Ramp(number * lanes, 1, lanes)), lanes)
+
+    def ask(self, cache: Any, where: Any, g: Any, k: Any, number: Any) -> None:
+        """Emit the prefetch of the line that a vector of a later key begins, if it begins one."""
+        if not self.t.prefetch_keys:
+            return
+        block = self.block(where, g, k, self.NEXT_BLOCK)
+        slot = self.slot(where, g, k, self.NEXT_SLOT)
+        head = where[self.NEXT_HEAD, g]
+        fetch = self.t.prefetch(cache, block, head, slot, number * self.t.lanes)
+        begins = tirx.truncmod(T.int32(0) + number, self.t.line // self.t.lanes) == 0
+        with T.If(begins), T.Then():
+            T.evaluate(fetch)
+
+    def _find(
+        self, block_table: Any, seq: Any, first: Any, end: Any, g: Any, where: Any, row: int
+    ) -> None:
+        """Emit the look-up of a group's keys."""
+        c, lanes = self.t.cache, self.t.lanes
+        size = c.spec.block_size
+        if self.t.one_block:
+            block = c.block(block_table, seq, tirx.min(first, end - 1))
+            T.buffer_store(where, block, [row, g])
+            T.buffer_store(where, tirx.Cast("int64", c.slot(first)), [row + 1, g])
+        elif size:
+            # All keys at once: how many blocks on from the first key's each of them lies.
+            number = Register(lanes, "int32")
+            slots = T.Ramp(c.slot(first), 1, lanes)
+            on = (slots * _every(-(-(1 << _SHIFT) // size), lanes)) >> _every(_SHIFT, lanes)
+            last = T.Broadcast(c.block_number(end - 1), lanes)
+            number.set(on)
+            slots = tirx.Cast(f"int64x{lanes}", slots - number.value * _every(size, lanes))
+            T.buffer_store(where, slots, [row + 1, T.Ramp(g * lanes, 1, lanes)])
+            number.set(tirx.min(number.value + T.Broadcast(c.block_number(first), lanes), last))
+            for k in range(lanes):
+                block = tirx.Cast("int64", block_table[seq, number.lane(k)])
+                T.buffer_store(where, block, [row, g * lanes + k])
+        else:
+            with T.unroll(lanes) as k:
+                block = c.block(block_table, seq, tirx.min(first + k, end - 1))
+                T.buffer_store(where, block, [row, g * lanes + k])
+                slot = tirx.Cast("int64", c.slot(first + k))
+                T.buffer_store(where, slot, [row + 1, g * lanes + k])
+
+    def locate(self) -> Callable[..., Any]:
+        """Return the program part that fills them in."""
+        t, lanes, find = self.t, self.t.lanes, self._find
+
+        @T.inline
+        def locate(block_table, seq, kv_head, key, groups, kv_end, reach, where):
+            for group in range(groups):
+                with T.sblock("locate"):
+                    g = T.axis.opaque(groups, group)
+                    T.reads()
+                    T.writes()
+                    find(block_table, seq, key + g * lanes, kv_end, g, where, self.BLOCK)
+                    if t.prefetch_keys > 0:
+                        later: T.let[T.int32] = key + g * lanes + t.prefetch_keys
+                        first: T.let[T.int32] = t.ahead(kv_head, later, reach, lanes)[1]
+                        where[self.NEXT_HEAD, g] = T.Cast(
+                            "int64", t.ahead(kv_head, later, reach, lanes)[0]
+                        )
+                        find(block_table, seq, first, reach, g, where, self.NEXT_BLOCK)
+
+        return locate
