@@ -20,6 +20,9 @@ from tvmpaged.kernels import (
     tile_scores,
     tile_values,
 )
+from tvmpaged.kernels.fold import fold
+from tvmpaged.kernels.log import log
+from tvmpaged.kernels.registers import registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 
@@ -107,29 +110,56 @@ def walk(t: Tile) -> Callable[..., Any]:
                     vr, vo, vx = T.axis.remap("SSS", [r, do, x])
                     acc[vr, vo * lanes + vx] = T.float32(0)
 
+    def fold_sums(row_sum: Any, total: Any, group: Any) -> None:
+        """Emit the sums over lanes of a vector of rows."""
+        vectors = registers(lanes, lanes)
+        for i, each in enumerate(vectors):
+            each.set(row_sum[group * lanes + i, T.Ramp(0, 1, lanes)])
+        fold(lambda a, b: a + b, vectors, lanes, lanes // 2, 1)
+        T.buffer_store(total, vectors[0].value, [T.Ramp(group * lanes, 1, lanes)])
+
+    @T.inline
+    def finish_row(row_max, total, inverse, row_lse, sm_scale, row):
+        # A row that saw no token: out = 0 and lse = -inf.
+        inverse[row] = T.Select(total[row] == T.float32(0), T.float32(0), T.float32(1) / total[row])
+        row_lse[row] = T.Select(
+            total[row] == T.float32(0),
+            T.float32(NEG_INF),
+            row_max[row] * (T.abs(sm_scale) if raw_max else T.float32(1)) + log(total[row]),
+        )
+
     @T.inline
     def finish_rows(acc, row_max, row_sum, total, inverse, row_lse, sm_scale):
-        for r, x in T.grid(rows, sums):
-            with T.sblock("total"):
-                vr, vx = T.axis.remap("SR", [r, x])
-                with T.init():
-                    total[vr] = T.float32(0)
-                if columns:
-                    total[vr] = total[vr] + row_sum[vx, vr]
-                else:
+        if columns:
+            for r in range(rows):
+                with T.sblock("total"):
+                    vr = T.axis.spatial(rows, r)
+                    total[vr] = row_sum[0, vr]
+        elif rows % lanes == 0:
+            for ro in range(rows // lanes):
+                with T.sblock("total"):
+                    vr = T.axis.opaque(rows // lanes, ro)
+                    T.reads()
+                    T.writes()
+                    fold_sums(row_sum, total, vr)
+        else:
+            for r, x in T.grid(rows, sums):
+                with T.sblock("total"):
+                    vr, vx = T.axis.remap("SR", [r, x])
+                    with T.init():
+                        total[vr] = T.float32(0)
                     total[vr] = total[vr] + row_sum[vr, vx]
-        for r in range(rows):
-            with T.sblock("finish"):
-                vr = T.axis.spatial(rows, r)
-                # A row that saw no token: out = 0 and lse = -inf.
-                inverse[vr] = T.if_then_else(
-                    total[vr] == T.float32(0), T.float32(0), T.float32(1) / total[vr]
-                )
-                row_lse[vr] = T.if_then_else(
-                    total[vr] == T.float32(0),
-                    T.float32(NEG_INF),
-                    row_max[vr] * (T.abs(sm_scale) if raw_max else T.float32(1)) + T.log(total[vr]),
-                )
+        if rows % lanes == 0:
+            for ro in range(rows // lanes):
+                for x in T.vectorized(lanes):
+                    with T.sblock("finish"):
+                        vr, vx = T.axis.remap("SS", [ro, x])
+                        finish_row(row_max, total, inverse, row_lse, sm_scale, vr * lanes + vx)
+        else:
+            for r in range(rows):
+                with T.sblock("finish"):
+                    vr = T.axis.spatial(rows, r)
+                    finish_row(row_max, total, inverse, row_lse, sm_scale, vr)
 
     @T.inline
     def write_rows(
