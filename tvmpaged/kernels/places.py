@@ -8,15 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.registers import Register
 from tvmpaged.kernels.tile import Tile
-
-#: Division of numbers below 512 by a block size: a product and this shift, which is exact.
-_SHIFT = 18
-
-
-def _every(value: int, lanes: int) -> Any:
-    return T.Broadcast(T.int32(value), lanes)
 
 
 class Places:
@@ -63,24 +55,10 @@ class Places:
     ) -> None:
         """Emit the look-up of a group's keys."""
         c, lanes = self.t.cache, self.t.lanes
-        size = c.spec.block_size
         if self.t.one_block:
             block = c.block(block_table, seq, tirx.min(first, end - 1))
             T.buffer_store(where, block, [row, g])
             T.buffer_store(where, tirx.Cast("int64", c.slot(first)), [row + 1, g])
-        elif size:
-            # All keys at once: how many blocks on from the first key's each of them lies.
-            number = Register(lanes, "int32")
-            slots = T.Ramp(c.slot(first), 1, lanes)
-            on = (slots * _every(-(-(1 << _SHIFT) // size), lanes)) >> _every(_SHIFT, lanes)
-            last = T.Broadcast(c.block_number(end - 1), lanes)
-            number.set(on)
-            slots = tirx.Cast(f"int64x{lanes}", slots - number.value * _every(size, lanes))
-            T.buffer_store(where, slots, [row + 1, T.Ramp(g * lanes, 1, lanes)])
-            number.set(tirx.min(number.value + T.Broadcast(c.block_number(first), lanes), last))
-            for k in range(lanes):
-                block = tirx.Cast("int64", block_table[seq, number.lane(k)])
-                T.buffer_store(where, block, [row, g * lanes + k])
         else:
             with T.unroll(lanes) as k:
                 block = c.block(block_table, seq, tirx.min(first + k, end - 1))

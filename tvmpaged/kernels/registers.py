@@ -25,10 +25,6 @@ class Register:
         """What it holds, as an expression."""
         return self._buffer[self._lanes]
 
-    def lane(self, k: int) -> Any:
-        """Return an element, as an expression."""
-        return self._buffer[k]
-
     def set(self, value: Any) -> None:
         """Emit the store of a vector."""
         T.buffer_store(self._buffer, value, [self._lanes])
