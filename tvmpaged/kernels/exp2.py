@@ -65,7 +65,7 @@ def exp2_native(
     """Return 2**x for 16 lanes of float32 x <= 0, for code that AVX-512 runs.
 
     VREDUCEPS gives x - floor(x) and VSCALEFPS multiplies by 2**floor(x), down to denormals and 0;
-    -inf gives 0, NaN gives NaN. Where `exp2` does not flush, the bits are the same.
+    -inf gives 0, NaN gives NaN. Where `exp2` does not flush, the two differ by a rounding at most.
     """
     vector = f"float32x{NATIVE_LANES}"
     every = tirx.const(-1, "int16")

@@ -27,7 +27,7 @@ _ONE_BITS, _FRACTION = 0x3F800000, 0x7FFFFF
 
 
 def log(x: tirx.PrimExpr) -> tirx.PrimExpr:
-    """Return the float32 expression of log x for a normal x > 0; NaN gives NaN."""
+    """Return the float32 expression of log x for a normal x > 0; 0 gives 0, NaN gives NaN."""
     bits = tirx.reinterpret("int32", x)
     exponent = (bits >> tirx.const(23, "int32")) - tirx.const(127, "int32")
     fraction = (bits & tirx.const(_FRACTION, "int32")) | tirx.const(_ONE_BITS, "int32")
@@ -36,5 +36,5 @@ def log(x: tirx.PrimExpr) -> tirx.PrimExpr:
     for coefficient in reversed(_COEFFICIENTS[:-1]):
         power = power * t + tirx.const(coefficient, "float32")
     whole = tirx.Cast("float32", exponent) * tirx.const(math.log(2.0), "float32")
-    # x - x is 0, or NaN where the bits of a NaN were taken for a number.
-    return power * t + whole + (x - x)
+    # The bits of a NaN were taken for a number; a NaN is not greater than anything.
+    return tirx.Select(x > tirx.const(0.0, "float32"), power * t + whole, x)
