@@ -14,6 +14,7 @@ pytestmark = pytest.mark.runtime
 GENERIC = SPEC.generic()
 H200 = TargetKey("cuda", "sm_90", "nvidia-h200")
 H100 = TargetKey("cuda", "sm_90", "nvidia-h100")
+H200A = TargetKey("cuda", "sm_90a", "nvidia-h200")
 A100 = TargetKey("cuda", "sm_80", "nvidia-a100")
 L40 = TargetKey("cuda", "sm_89", "nvidia-l40")
 
@@ -51,6 +52,9 @@ TUNED, DEFAULT, ALL_SIZES = (
         (H200, [("a", H100, TUNED), ("b", H200, TUNED)], "b"),
         (L40, [("a", A100, TUNED), ("b", TargetKey("cuda", "sm_86", "x"), TUNED)], "b"),
         (H200, [("a", H200, DEFAULT), ("b", H100, TUNED)], "b"),
+        # what only that GPU has
+        (H200, [("a", H200, TUNED), ("b", H200A, TUNED)], "b"),
+        (H200, [("a", H200A, DEFAULT), ("b", H200, TUNED)], "b"),
         # the search path breaks ties
         (V3, [("a", V3, TUNED), ("b", V3, TUNED)], "a"),
         (V3, [("a", V3, ALL_SIZES), ("b", V3, ALL_SIZES)], "a"),
@@ -106,6 +110,22 @@ def test_arch_specific_device_code_runs_on_its_own_arch_only() -> None:
     for sm_arch, runs in (("sm_100", True), ("sm_100f", True), ("sm_100a", False)):
         found = manifest(TargetKey("cuda", "sm_100", "y"), TUNED, sm_arch=sm_arch)
         assert bool(resolve(SPEC, host(machine), [folder("a", found)]).accepted) is runs
+
+
+def test_code_for_exactly_this_gpu_is_strict_too() -> None:
+    assert resolve(SPEC, host(H200), [holding("a", H200A, DEFAULT)], strict=True).accepted
+    other = TargetKey("cuda", "sm_90a", "nvidia-h100")
+    found = resolve(SPEC, host(H200), [holding("a", other, DEFAULT)], strict=True)
+    assert "strict=True, and it is built for cuda/sm_90a/nvidia-h100" in reasons(found)
+
+
+def test_ptx_serves_newer_gpus_after_all_machine_code() -> None:
+    machine = TargetKey("cuda", "sm_103", "x")
+    old = folder("old", manifest(A100, TUNED, sm_arch="sm_80+ptx"))
+    near = holding("b", TargetKey("cuda", "sm_100", "y"), TUNED)
+    found = resolve(SPEC, host(machine), [old, near])
+    assert [each.folder.bundle.name for each in found.accepted] == ["b", "old"]
+    assert not resolve(SPEC, host(machine), [holding("a", A100, TUNED)]).accepted
 
 
 def test_a_missing_feature_is_named_even_when_the_manifest_hides_it() -> None:

@@ -4,6 +4,7 @@
 """
 
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,41 @@ def test_an_unknown_arch_of_a_known_major_is_built_with_a_note(tmp_path: Path) -
     (done,) = package([spec], [odd], tmp_path / "bundle", records_dir=tmp_path)
     assert not done.failures
     assert done.notes == ("the limits of sm_103 are not known; those of sm_100 are taken",)
+
+
+PTX, MACHINE_CODE = 1, 2
+
+
+def code_in(library: bytes) -> set[int]:
+    """Return the kinds of code in a library's fatbin: its entries follow each other."""
+    begin = library.index(struct.pack("<I", 0xBA55ED50))
+    _, _, header, size = struct.unpack_from("<IHHQ", library, begin)
+    at, end, kinds = begin + header, begin + header + size, set[int]()
+    while at < end:
+        kind, _, header, size = struct.unpack_from("<HHIQ", library, at)
+        kinds.add(kind)
+        at += header + size
+    return kinds
+
+
+@pytest.mark.parametrize(("ptx", "code"), [(True, "sm_90+ptx"), (False, "sm_90")])
+def test_ptx_stands_beside_the_code_on_request(tmp_path: Path, ptx: bool, code: str) -> None:
+    spec, options = AttentionSpec.make("copy_blocks", "float32"), {"records_dir": tmp_path}
+    (done,) = package([spec], [target("sm_90")], tmp_path / "bundle", ptx=ptx, **options)
+    found = read_manifest(tmp_path / "bundle", target("sm_90"))
+    assert not done.failures
+    assert found.sm_arch == code
+    library = (done.folder / found.artifacts[0].file).read_bytes()
+    assert code_in(library) == ({PTX, MACHINE_CODE} if ptx else {MACHINE_CODE})
+    # What was built otherwise does not mix with it.
+    (other,) = package([spec], [target("sm_90")], tmp_path / "bundle", ptx=not ptx, **options)
+    assert [each.field for each in other.merge.kept] == ["sm_arch"]
+
+
+def test_code_for_exactly_one_arch_has_no_ptx(tmp_path: Path) -> None:
+    spec = AttentionSpec.make("copy_blocks", "float32")
+    with pytest.raises(ValueError, match="no PTX for newer GPUs; with --ptx take sm_90"):
+        package([spec], [target("sm_90a")], tmp_path / "bundle", records_dir=tmp_path, ptx=True)
 
 
 def test_what_the_compiler_says_reaches_the_user() -> None:

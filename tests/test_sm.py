@@ -2,7 +2,7 @@
 
 import pytest
 
-from tvmpaged.sm import LIMITS, Resources, SmArch, limits, occupancy
+from tvmpaged.sm import LIMITS, Resources, SmArch, limits, occupancy, runs_on
 
 pytestmark = pytest.mark.runtime
 
@@ -39,6 +39,32 @@ def test_an_unknown_minor_takes_the_least_of_its_major_with_a_warning() -> None:
         16,
     )
     assert "sm_80, sm_86, sm_89" in warning
+
+
+@pytest.mark.parametrize(
+    ("code", "gpu", "runs"),
+    [
+        ("sm_90", "sm_90", True),
+        ("sm_80", "sm_89", True),  # a lower minor of its major
+        ("sm_89", "sm_80", False),
+        ("sm_80", "sm_90", False),
+        ("sm_90a", "sm_90", True),
+        ("sm_80a", "sm_89", False),  # for exactly one
+        ("sm_100f", "sm_103", True),
+        ("sm_80+ptx", "sm_90", True),  # compiled by the driver
+        ("sm_90+ptx", "sm_120", True),
+        ("sm_90+ptx", "sm_89", False),
+        ("sm_90", "gfx90a", False),
+    ],
+)
+def test_what_runs_where(code: str, gpu: str, runs: bool) -> None:
+    assert runs_on(code, gpu)[0] == runs
+
+
+def test_machine_code_goes_before_what_the_driver_compiles() -> None:
+    codes = ["sm_80+ptx", "sm_100", "sm_103", "sm_90+ptx"]
+    near = sorted(codes, key=lambda code: runs_on(code, "sm_103")[1])
+    assert near == ["sm_103", "sm_100", "sm_90+ptx", "sm_80+ptx"]
 
 
 def test_an_unknown_major_is_refused() -> None:

@@ -68,7 +68,12 @@ def _check_choices(spec: AttentionSpec, target: TargetKey, choices: dict[str, An
 
 
 def build_artifact(
-    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
+    spec: AttentionSpec,
+    target: TargetKey,
+    choices: dict[str, Any],
+    path: Path,
+    *,
+    ptx: bool = False,
 ) -> Resources | None:
     """Compile one spec under one choice list into a shared library.
 
@@ -82,6 +87,8 @@ def build_artifact(
         The options.
     path : Path
         Where the library is written (``.so``).
+    ptx : bool
+        Whether a GPU's library also holds PTX, for newer architectures.
 
     Returns
     -------
@@ -99,7 +106,7 @@ def build_artifact(
         from tvmpaged.cuda_build import build_cuda
 
         _check_choices(spec, target, choices)
-        return build_cuda(spec, target, choices, path)
+        return build_cuda(spec, target, choices, path, ptx)
     import tvm
 
     module = build_module(spec, target, choices)

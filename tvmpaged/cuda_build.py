@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ from tvmpaged.spec import AttentionSpec, TargetKey
 
 
 def build_cuda(
-    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
+    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path, ptx: bool
 ) -> Resources:
     """Compile one spec under one choice list into a shared library, in a child process.
 
     Parameters
     ----------
-    spec, target, choices, path
+    spec, target, choices, path, ptx
         As of `tvmpaged.build.build_artifact`.
 
     Raises
@@ -39,22 +38,21 @@ def build_cuda(
     RuntimeError
         When the child failed; with what it said last.
     """
-    with tempfile.TemporaryDirectory(prefix="tvmpaged-cuda-") as folder:
-        request = {
-            "spec": str(spec),
-            "target": str(target),
-            "choices": choices,
-            "path": str(path),
-            "nvcc": str(require_nvcc()),
-            "folder": folder,
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "tvmpaged.cuda_child"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    require_nvcc()
+    request = {
+        "spec": str(spec),
+        "target": str(target),
+        "choices": choices,
+        "path": str(path),
+        "ptx": ptx,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tvmpaged.cuda_child"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"building {spec} for {target} failed:\n{done.stderr.strip()[-4000:]}")
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,7 @@
-"""The child of `tvmpaged.cuda_build`: loads an empty driver where there is none, and compiles.
+"""Compiling for CUDA in a child process: it loads an empty driver where there is none.
 
-A request on stdin, an answer on stdout, both JSON.
+As the child of `tvmpaged.cuda_build` it takes a request on stdin and answers on stdout, both JSON.
+A tuner's compiler, a child itself, calls `build_here`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tvmpaged.nvcc import compile_cuda, cuda_runtime
+from tvmpaged.driver import DRIVER
+from tvmpaged.nvcc import compile_cuda, cuda_runtime, require_nvcc
 from tvmpaged.sm import Resources
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tvm_libs import RUNTIME_CUDA, find
 
-DRIVER = "libcuda.so.1"
+if TYPE_CHECKING:
+    import tvm
 
 
 def load_cuda(nvcc: Path, folder: Path) -> None:
@@ -43,22 +48,38 @@ def load_cuda(nvcc: Path, folder: Path) -> None:
     ctypes.CDLL(str(find(RUNTIME_CUDA)), ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
-def _build(request: dict[str, Any]) -> dict[str, Any]:
-    """Do the child's work."""
-    nvcc = Path(request["nvcc"])
-    load_cuda(nvcc, Path(request["folder"]))
+@cache
+def _prepared(nvcc: Path) -> None:
+    """Load TVM's CUDA runtime once in this process."""
+    with tempfile.TemporaryDirectory(prefix="tvmpaged-cuda-") as folder:
+        load_cuda(nvcc, Path(folder))  # what is loaded stays when the file is gone
+
+
+def compile_here(
+    module: tvm.IRModule, target: TargetKey, *, ptx: bool = False
+) -> tuple[tvm.runtime.Executable, Resources]:
+    """Compile a scheduled program in this process, which is a child that does nothing else.
+
+    Raises
+    ------
+    UserError
+        When nvcc is missing; says what to install.
+    ValueError
+        When nvcc refuses the program.
+    """
+    nvcc = require_nvcc()
+    _prepared(nvcc)
     import tvm
     import tvm_ffi
 
-    from tvmpaged.build import build_module, tvm_target
+    from tvmpaged.build import tvm_target
 
-    spec, target = AttentionSpec.parse(request["spec"]), TargetKey.parse(request["target"])
     found: list[Resources] = []
     refused: list[ValueError] = []
 
     def compile_source(source: str) -> bytes:
         try:
-            fatbin, resources = compile_cuda(source, target.arch, nvcc)
+            fatbin, resources = compile_cuda(source, target.arch, nvcc, ptx=ptx)
         except ValueError as error:  # TVM would bury it in its own
             refused.append(error)
             raise
@@ -66,21 +87,49 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
         return fatbin
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)
-    module = build_module(spec, target, request["choices"])
     try:
         compiled = tvm.compile(module, target=tvm_target(target))
     except Exception:
         if refused:
-            return {"error": str(refused[0])}
+            raise refused[0] from None
         raise
-    compiled.export_library(request["path"])
     (resources,) = found
-    return {"resources": asdict(resources)}
+    return compiled, resources
+
+
+def build_here(
+    spec: AttentionSpec,
+    target: TargetKey,
+    choices: dict[str, Any],
+    path: Path,
+    *,
+    ptx: bool = False,
+) -> Resources:
+    """Compile one spec in this process into a shared library; as `compile_here`.
+
+    Parameters
+    ----------
+    spec, target, choices, path, ptx
+        As of `tvmpaged.build.build_artifact`.
+    """
+    from tvmpaged.build import build_module
+
+    compiled, resources = compile_here(build_module(spec, target, choices), target, ptx=ptx)
+    compiled.export_library(str(path))
+    return resources
 
 
 def main() -> None:
     """Read a request from stdin, build, and answer on stdout."""
-    print(json.dumps(_build(json.load(sys.stdin))))
+    request = json.load(sys.stdin)
+    spec, target = AttentionSpec.parse(request["spec"]), TargetKey.parse(request["target"])
+    try:
+        path, ptx = Path(request["path"]), request["ptx"]
+        taken = build_here(spec, target, request["choices"], path, ptx=ptx)
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        print(json.dumps({"resources": asdict(taken)}))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ def cuda_runtime(nvcc: Path) -> Path | None:
     return None
 
 
-def compile_cuda(source: str, arch: str, nvcc: Path) -> tuple[bytes, Resources]:
+def compile_cuda(
+    source: str, arch: str, nvcc: Path, *, ptx: bool = False
+) -> tuple[bytes, Resources]:
     """Compile CUDA source that holds one kernel into a fatbin.
 
     Parameters
@@ -69,6 +71,8 @@ def compile_cuda(source: str, arch: str, nvcc: Path) -> tuple[bytes, Resources]:
         Such as ``sm_90`` or ``sm_90a``.
     nvcc : Path
         The compiler.
+    ptx : bool
+        Whether the fatbin also holds PTX, for newer architectures.
 
     Returns
     -------
@@ -90,7 +94,8 @@ def compile_cuda(source: str, arch: str, nvcc: Path) -> tuple[bytes, Resources]:
         code.write_text(source, encoding="utf-8")
         # No fast math: sums, divisions and denormals are those of the reference.
         command = [str(nvcc), "--fatbin", "-O3", "-Xptxas", "-v", "-std=c++17"]
-        command += ["-gencode", f"arch=compute_{parts.number},code={arch}"]
+        wanted = f"[{arch},compute_{parts.number}]" if ptx else arch
+        command += ["-gencode", f"arch=compute_{parts.number},code={wanted}"]
         done = subprocess.run(
             [*command, "-o", str(binary), str(code)], capture_output=True, text=True, check=False
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,6 +130,7 @@ def package(
     jobs: int = 1,
     replace_existing: bool = False,
     sign: Path | None = None,
+    ptx: bool = False,
     progress: Progress | None = None,
     compile_with: Build | None = None,
 ) -> list[Packaged]:
@@ -156,6 +158,8 @@ def package(
         Replace artifacts that differ from the new ones.
     sign : Path, optional
         PEM file of the Ed25519 private key that signs the manifests.
+    ptx : bool
+        Put PTX beside code for GPUs: newer ones then run it, compiled by their driver.
     progress : callable, optional
         See `Progress`.
     compile_with : callable, optional
@@ -181,7 +185,8 @@ def package(
         def advance(count: int, what: str, before: int = done) -> None:
             report(before + count, total, what)
 
-        work = _Work(target, out, records_dir, jobs, replace_existing, key, compile_with)
+        compiler = compile_with or partial(build.build_artifact, ptx=ptx)
+        work = _Work(target, out, records_dir, jobs, replace_existing, key, ptx, compiler)
         found.append(work.run(wanted, advance))
         done += len(wanted)
     return found
@@ -211,10 +216,11 @@ class _Work:
     jobs: int
     replace_existing: bool
     key: Ed25519PrivateKey | None
-    compile_with: Build | None
+    ptx: bool
+    compile_with: Build
 
     def run(self, specs: Sequence[AttentionSpec], advance: Callable[[int, str], None]) -> Packaged:
-        header = provenance.header(self.target)
+        header = provenance.header(self.target, ptx=self.ptx)
         artifacts, failures, found = self._describe(specs, header)
         existing = read_existing(self.out, self.target, self.replace_existing)
         decision = merge(existing, header, artifacts, self.replace_existing)

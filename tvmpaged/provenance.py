@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
@@ -11,7 +12,7 @@ from tvmpaged.bundle import Abi, BuiltWith, Git, Manifest, utc_now
 from tvmpaged.bundle.search import installed_version
 from tvmpaged.cpu import MICROARCHITECTURES
 from tvmpaged.nvcc import find_nvcc
-from tvmpaged.sm import limits
+from tvmpaged.sm import WITH_PTX, SmArch, limits
 from tvmpaged.spec import TargetKey
 
 
@@ -56,13 +57,20 @@ def built_with(target: TargetKey) -> BuiltWith:
     )
 
 
-def header(target: TargetKey) -> Manifest:
+def header(target: TargetKey, *, ptx: bool = False) -> Manifest:
     """Return a manifest without artifacts: what all that is built now for a target share.
+
+    Parameters
+    ----------
+    target : TargetKey
+        For what.
+    ptx : bool
+        Whether code for a GPU has PTX beside it.
 
     Raises
     ------
     ValueError
-        When the microarchitecture, or the sm arch, is not known.
+        When the microarchitecture, or the sm arch, is not known, or there is no such PTX.
     """
     cpu = target.kind == "cpu"
     if cpu and target.arch not in MICROARCHITECTURES:
@@ -70,11 +78,15 @@ def header(target: TargetKey) -> Manifest:
         raise ValueError(f"target={target} is not known; allowed: native, {known}")
     if not cpu:
         limits(target.arch)
+        exact = SmArch.parse(target.arch)
+        if ptx and exact is not None and exact.suffix:
+            plain = replace(exact, suffix="")
+            raise ValueError(f"target={target} has no PTX for newer GPUs; with --ptx take {plain}")
     return Manifest(
         target=target,
         abi=Abi(),
         cpu_features=tuple(sorted(MICROARCHITECTURES[target.arch])) if cpu else (),
-        sm_arch=None if cpu else target.arch,
+        sm_arch=None if cpu else target.arch + WITH_PTX * ptx,
         built_with=built_with(target),
         git=git_state(),
         created_at=utc_now(),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tvmpaged.bundle import Artifact
-from tvmpaged.cpu import cpu_model, num_threads
-from tvmpaged.freshness import STALE, freshness
+from tvmpaged.freshness import STALE, device_here, freshness
 from tvmpaged.records import Record
 
 
@@ -27,7 +26,7 @@ def with_record(artifact: Artifact, record: Record) -> Artifact:
 
 def state_of(record: Record) -> str:
     """Return ``current``, ``stale`` or ``tuned elsewhere``."""
-    return freshness(record.source_sha256, record.device, record.num_threads)
+    return freshness(record.target, record.source_sha256, record.device, record.num_threads)
 
 
 def note_on(record: Record) -> str:
@@ -37,7 +36,10 @@ def note_on(record: Record) -> str:
             f"{record.spec}: the record is stale: its choices were found with other kernel "
             "sources, and what it measured is left out; tune again"
         )
+    unit = "threads" if record.target.kind == "cpu" else "multiprocessors"
+    name, threads = device_here(record.target)
+    here = f"this machine is {name} with {threads}" if name else "no such GPU is here"
     return (
         f"{record.spec}: the record was tuned elsewhere: on {record.device} with "
-        f"{record.num_threads} threads; this machine is {cpu_model()} with {num_threads()}"
+        f"{record.num_threads} {unit}; {here}"
     )

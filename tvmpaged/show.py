@@ -109,12 +109,18 @@ def _artifact_row(folder: Folder, artifact: Artifact) -> Row:
         median_us=artifact.measured_us,
         measured_on=artifact.measured_on,
         num_threads=artifact.num_threads,
-        state=freshness(artifact.source_sha256, artifact.measured_on, artifact.num_threads),
+        state=_state(folder, artifact),
         record_id=artifact.record_id,
         sha256=artifact.sha256,
         resources=artifact.resources,
         occupancy=_occupancy(folder, artifact),
     )
+
+
+def _state(folder: Folder, artifact: Artifact) -> str:
+    assert folder.target is not None
+    measured = artifact.measured_on, artifact.num_threads
+    return freshness(folder.target, artifact.source_sha256, *measured)
 
 
 def _occupancy(folder: Folder, artifact: Artifact) -> float | None:

@@ -1,15 +1,21 @@
 """CUDA architectures by their sm names: their spelling, which runs what, and their limits.
 
-Limits of a GPU at hand come from its driver; this table serves builds for a GPU that is not here.
-From NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+Limits of a GPU at hand come from its driver; the table serves builds for a GPU that is not here.
+It is from NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from tvmpaged import driver
+from tvmpaged.driver import Gpu
+
 WARP_SIZE = 32
+#: Follows the arch of a folder's code where PTX is beside it, which newer drivers compile.
+WITH_PTX = "+ptx"
 #: What a kernel may have without asking for more when it is launched.
 STATIC_SHARED_BYTES = 48 * 1024
 _KIB = 1024
@@ -49,6 +55,30 @@ class SmArch:
         return f"{self.major}{self.minor}{self.suffix}"
 
 
+def runs_on(code: str, gpu: str) -> tuple[bool, int]:
+    """Return whether device code runs on an arch, and how far it is from it (less is better).
+
+    Code runs on later minors of its major; that for exactly one arch (``a``) only there. PTX runs
+    on everything later, compiled by the driver when it is loaded.
+
+    Parameters
+    ----------
+    code : str
+        What was built, such as ``sm_90``, ``sm_90a`` or ``sm_90+ptx``.
+    gpu : str
+        What it is to run on, such as ``sm_103``.
+    """
+    built, here = SmArch.parse(code.removesuffix(WITH_PTX)), SmArch.parse(gpu)
+    if built is None or here is None:
+        return False, 0
+    there, mine = (built.major, built.minor), (here.major, here.minor)
+    if built.suffix == "a":
+        return there == mine, 0
+    if built.major == here.major and built.minor <= here.minor:
+        return True, here.minor - built.minor
+    return code.endswith(WITH_PTX) and there < mine, 10 * (here.major - built.major)
+
+
 @dataclass(frozen=True)
 class SmLimits:
     """What one multiprocessor has.
@@ -82,10 +112,17 @@ LIMITS: dict[tuple[int, int], SmLimits] = {
 }
 
 
-def limits(arch: str) -> tuple[SmLimits, str]:
+def limits(arch: str, here: Sequence[Gpu] | None = None) -> tuple[SmLimits, str]:
     """Return an architecture's limits, and a warning when they are guessed.
 
     An unknown minor has the least of what those of its major have.
+
+    Parameters
+    ----------
+    arch : str
+        Such as ``sm_90`` or ``sm_90a``.
+    here : sequence of Gpu, optional
+        GPUs whose driver was asked; by default those of this machine.
 
     Raises
     ------
@@ -96,6 +133,9 @@ def limits(arch: str) -> tuple[SmLimits, str]:
     known = ", ".join(f"sm_{major}{minor}" for major, minor in LIMITS)
     if parts is None:
         raise ValueError(f"arch={arch!r} is no sm architecture; such are {known}, sm_90a")
+    for gpu in driver.gpus() if here is None else here:
+        if (gpu.major, gpu.minor) == (parts.major, parts.minor):
+            return _limits_of(gpu), ""
     exact = LIMITS.get((parts.major, parts.minor))
     if exact is not None:
         return exact, ""
@@ -108,6 +148,12 @@ def limits(arch: str) -> tuple[SmLimits, str]:
     }
     names = ", ".join(f"sm_{major}{minor}" for major, minor in of_major)
     return SmLimits(**least), f"the limits of {arch} are not known; those of {names} are taken"
+
+
+def _limits_of(gpu: Gpu) -> SmLimits:
+    """Return what a GPU's driver says; the registers of a thread it does not say."""
+    asked = {field.name for field in fields(SmLimits)} - {"registers_per_thread"}
+    return SmLimits(**{name: getattr(gpu, name) for name in asked})
 
 
 @dataclass(frozen=True)

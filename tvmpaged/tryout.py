@@ -18,7 +18,8 @@ from pathlib import Path
 from tvmpaged.bundle import Built, Manifest, host_for, read_manifest, resolve, scan, write
 from tvmpaged.bundle.search import BUNDLE_VARIABLE, SIGNATURE_VARIABLE
 from tvmpaged.cpu import native_target
-from tvmpaged.spec import AttentionSpec
+from tvmpaged.gpu import gpu_of, target_of
+from tvmpaged.spec import AttentionSpec, TargetKey
 
 #: A child that takes longer hangs: an artifact takes well under a second.
 _TIMEOUT_S = 600.0
@@ -45,7 +46,7 @@ def try_out(
     with tempfile.TemporaryDirectory(prefix="tvmpaged-tryout-") as folder:
         write(header, tuned[:1], Path(folder))
         (found,) = scan(Path(folder))
-        here = resolve(tuned[0].artifact.spec, host_for(native_target()), [found])
+        here = resolve(tuned[0].artifact.spec, host_for(_here(header.target)[0]), [found])
         if here.rejected:
             return {}, here.rejected[0].reason
     return _wrong(header, tuned, beside, bundle), ""
@@ -58,7 +59,7 @@ def _wrong(
         top = Path(folder)
         write(header, [*tuned, *beside], top)
         names = {each.file: each.spec for each in read_manifest(top, header.target).artifacts}
-        checks, death = _verify(top, bundle)
+        checks, death = _verify(top, bundle, _here(header.target)[1])
     if death and len(tuned) > 1:
         # Which one it was shows when they run apart.
         half = len(tuned) // 2
@@ -79,13 +80,20 @@ def _wrong(
     return found
 
 
-def _verify(top: Path, bundle: Path) -> tuple[list[dict[str, str]], str]:
+def _here(target: TargetKey) -> tuple[TargetKey, str]:
+    """Return this machine's device that a target may run on, as a target and as torch calls it."""
+    gpu = gpu_of(target) if target.kind == "cuda" else None
+    return (native_target(), "cpu") if gpu is None else (target_of(gpu), f"cuda:{gpu.index}")
+
+
+def _verify(top: Path, bundle: Path, device: str = "cpu") -> tuple[list[dict[str, str]], str]:
     """Return a child's checks, or how it ended without any."""
     environment = {**os.environ, BUNDLE_VARIABLE: str(bundle)}
     environment.pop(SIGNATURE_VARIABLE, None)  # what is tried is not signed yet
+    command = [sys.executable, "-m", "tvmpaged", "verify", str(top), "--numbers", "--json"]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tvmpaged", "verify", str(top), "--numbers", "--json"],
+            [*command, "--device", device],
             env=environment,
             capture_output=True,
             text=True,

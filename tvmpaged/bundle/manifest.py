@@ -133,7 +133,8 @@ class Manifest:
     cpu_features : tuple of str
         Names of ``/proc/cpuinfo`` that the machine must have; empty for CUDA.
     sm_arch : str or None
-        The sm arch the device code was built for; None for CPU.
+        The sm arch the device code was built for, with ``+ptx`` where PTX is beside it; None for
+        CPU.
     built_with, git, created_at
         Of the last write; an artifact that an earlier one left has its own.
     artifacts : tuple of Artifact

@@ -11,7 +11,7 @@ replayed, and tested, anywhere. The order of what is accepted::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from tvmpaged.bundle.manifest import KERNEL_ABI, KINDS, Artifact, Manifest
 from tvmpaged.cpu import MICROARCHITECTURES
-from tvmpaged.sm import SmArch
+from tvmpaged.sm import runs_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,7 @@ def resolve(
             rejected.append(Rejected(folder, folder.problem))
             continue
         reason = unusable(manifest, host)
-        if not reason and strict and manifest.target != host.target:
+        if not reason and strict and not _is_for(manifest.target, host.target):
             reason = f"strict=True, and it is built for {manifest.target}, not {host.target}"
         exact, generic = manifest.find(spec), manifest.find(spec.generic())
         if not reason and strict and exact is None and generic is not None:
@@ -206,25 +206,31 @@ def _cannot_run(manifest: Manifest, host: Host) -> str:
         return f"needs {', '.join(missing)}, this CPU ({mine}) has none of that"
     if mine.kind == "cpu" or mine.arch == yours.arch:
         return ""
-    here, there = SmArch.parse(mine.arch), SmArch.parse(manifest.sm_arch or yours.arch)
-    if here is None or there is None or here.major != there.major:
-        return f"is built for {yours.arch}, this GPU is {mine.arch}"
-    # "a" code runs on its own arch only.
-    if there.minor > here.minor or (there.suffix == "a" and there.minor != here.minor):
-        return f"is built for {there}, this GPU is {mine.arch}"
-    return ""
+    code = manifest.sm_arch or yours.arch
+    return "" if runs_on(code, mine.arch)[0] else f"is built for {code}, this GPU is {mine.arch}"
+
+
+def _is_for(yours: TargetKey, mine: TargetKey) -> bool:
+    """Return whether code is built for exactly this machine.
+
+    An arch with a suffix (``sm_90a``) is the same GPU's, with what only that one has.
+    """
+    if mine.kind == "cpu":
+        return yours == mine
+    return replace(yours, arch=yours.arch.rstrip("af")) == mine
 
 
 def _distance(manifest: Manifest, host: Host) -> tuple[tuple[int, int], str]:
     """Return how far a runnable folder is from this machine (less is better), and in words."""
     mine, yours = host.target, manifest.target
-    if yours == mine:
-        return (0, 0), f"built for this target ({mine})"
+    if _is_for(yours, mine):
+        # With a suffix it may use more of the GPU.
+        return (0, -int(yours != mine)), f"built for this target ({yours})"
     if yours.kind == "cuda" and yours.arch == mine.arch:
         return (1, 0), f"built for another GPU of this arch ({yours})"
     if yours.kind == "cuda":
-        arch = SmArch.parse(yours.arch)
-        return (2, -arch.minor if arch else 0), f"built for an arch it can run ({yours})"
+        _, steps = runs_on(manifest.sm_arch or yours.arch, mine.arch)
+        return (2, steps), f"built for an arch it can run ({yours})"
     # The richer microarchitecture first; x86-64-v4 and -v3 are the poorest of all.
     features = MICROARCHITECTURES.get(yours.arch, frozenset(manifest.cpu_features))
     return (2, -len(features)), f"built for a microarchitecture this CPU can run ({yours})"

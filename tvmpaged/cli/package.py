@@ -38,6 +38,10 @@ def run(
     install: Annotated[
         bool, typer.Option("--install", help="Write into the user cache instead of --out.")
     ] = False,
+    ptx: Annotated[
+        bool,
+        typer.Option("--ptx", help="Put PTX beside code for GPUs, which newer ones then run, too."),
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Compiler processes [the usable cores].")
     ] = None,
@@ -70,6 +74,7 @@ def run(
             jobs=jobs or len(os.sched_getaffinity(0)),
             replace_existing=replace,
             sign=sign,
+            ptx=ptx,
             progress=lambda count, _total, what: advance(count, what),
         )
     if json:
