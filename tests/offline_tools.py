@@ -11,7 +11,7 @@ from tvmpaged import measure, provenance, schedules
 from tvmpaged.bundle import file_name, trust
 from tvmpaged.cpu import native_target
 from tvmpaged.sources import source_sha256
-from tvmpaged.spec import AttentionSpec
+from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.export_manifest import (
     EXPORT_NAME,
@@ -35,16 +35,19 @@ FATES = ("ok 500", "ok 450", "crash", "wrong", "error", "", "ok 400", "ok 440")
 BEST = FATES.index("ok 400")
 
 
-def fake_device(*_: object) -> Process:
-    """Return what `tvmpaged.tuning.device.measuring_process` would, without kernels."""
-    return Process("fake_measure_worker", {"PYTHONPATH": str(Path(__file__).parent)})
+def fake_devices(gpus: Sequence[object]) -> list[Process]:
+    """Return what `tvmpaged.tuning.machine.measuring_processes` would, without kernels."""
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    return [Process("fake_measure_worker", path) for _ in gpus or [None]]
 
 
-def legal_choices(count: int, spec: AttentionSpec = SPEC) -> list[Choices]:
+def legal_choices(
+    count: int, spec: AttentionSpec = SPEC, target: TargetKey = TARGET
+) -> list[Choices]:
     """Return so many different choice lists, the untuned default first."""
-    default = default_start(spec, TARGET)
+    default = default_start(spec, target)
     source = Candidates(
-        schedules.space(spec, TARGET), lambda each: schedules.reject(spec, TARGET, each), default
+        schedules.space(spec, target), lambda each: schedules.reject(spec, target, each), default
     )
     random, found = np.random.default_rng(0), [default]
     while len(found) < count:
@@ -54,7 +57,9 @@ def legal_choices(count: int, spec: AttentionSpec = SPEC) -> list[Choices]:
     return found
 
 
-def write_export(folder: Path, fates: Sequence[str] = FATES, **changes: Any) -> Export:
+def write_export(
+    folder: Path, fates: Sequence[str] = FATES, target: TargetKey = TARGET, **changes: Any
+) -> Export:
     """Write an export whose candidates are those fates; an empty one could not be compiled."""
     folder.mkdir(parents=True)
 
@@ -67,11 +72,11 @@ def write_export(folder: Path, fates: Sequence[str] = FATES, **changes: Any) -> 
     candidates = tuple(
         Candidate(choices, library(SPEC, fate)) if fate
         else Candidate(choices, None, "compile", "ValueError: it does not fit")
-        for choices, fate in zip(legal_choices(len(fates)), fates, strict=True)
+        for choices, fate in zip(legal_choices(len(fates), SPEC, target), fates, strict=True)
     )  # fmt: skip
     merge = library(AttentionSpec.make("merge", "float32"), "merge")
-    spec = ExportedSpec(SPEC, Workload.representative(SPEC, 3), 7, merge, candidates)
-    values = {"header": provenance.header(TARGET), "source_sha256": source_sha256(), "seed": 0}
+    spec = ExportedSpec(SPEC, Workload.representative(SPEC, 3, target.kind), 7, merge, candidates)
+    values = {"header": provenance.header(target), "source_sha256": source_sha256(), "seed": 0}
     export = Export(**({**values, "specs": (spec,)} | changes))
     (folder / EXPORT_NAME).write_bytes(encode(export))
     return export
@@ -103,8 +108,8 @@ def results(folder: Path) -> dict[str, Any]:
 
 def measure_with_fakes(folder: Path, **options: Any) -> measure.Measurement:
     """Measure a made-up export on the made-up device."""
-    real, measure.measuring_process = measure.measuring_process, fake_device
+    real, measure.measuring_processes = measure.measuring_processes, fake_devices
     try:
         return measure.measure(folder, **options)
     finally:
-        measure.measuring_process = real
+        measure.measuring_processes = real

@@ -16,7 +16,7 @@ from offline_tools import (
     SPEC,
     TARGET,
     edit,
-    fake_device,
+    fake_devices,
     journal,
     legal_choices,
     measure_with_fakes,
@@ -289,7 +289,7 @@ def test_the_command_prints_json_alone_and_plain_lines_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measure, "measuring_process", fake_device)
+    monkeypatch.setattr(measure, "measuring_processes", fake_devices)
     write_export(tmp_path / "export", FATES[:3])
     assert app.main(["measure", "export", "--json"]) == 0
     out, err = capsys.readouterr()

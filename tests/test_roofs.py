@@ -12,8 +12,9 @@ import torch
 from tvmpaged.cli.console import percent
 from tvmpaged.roofs import PRODUCT_SIZE, MeasuredRoof, Roof, product_roof, read_roof, roof_for
 from tvmpaged.tuning import roof
+from tvmpaged.tuning.clock import CpuClock
 from tvmpaged.tuning.roof import MIN_ROUNDS, _Round, _summary, measure_roof
-from tvmpaged.tuning.timing import RunQueue, Taken
+from tvmpaged.tuning.timing import Taken
 
 pytestmark = pytest.mark.runtime
 
@@ -93,19 +94,19 @@ def _takes(seconds: float, log: list[str], name: str) -> Callable[[], None]:
 def test_a_kernel_is_timed_in_turns_with_its_roof() -> None:
     log: list[str] = []
     roof = Roof("gb_per_s", 10**6, _takes(0.004, log, "roof"))
-    found = MeasuredRoof(**measure_roof(roof, _takes(0.008, log, "kernel"), 10**6))
+    found = MeasuredRoof(**measure_roof(roof, CpuClock, _takes(0.008, log, "kernel"), 10**6))
     assert found.name == "gb_per_s"
     assert found.value == pytest.approx(10**6 / 4e3 / 1e3, rel=0.2)
     assert found.fraction == pytest.approx(0.5, rel=0.2)
     turns = "".join("r" if name == "roof" else "k" for name in log)
     assert turns.count("rk") >= MIN_ROUNDS
     assert max(map(len, turns.split("k"))) <= 8
-    twice = measure_roof(roof, _takes(0.008, log, "kernel"), 2 * 10**6)
+    twice = measure_roof(roof, CpuClock, _takes(0.008, log, "kernel"), 2 * 10**6)
     assert twice["fraction"] == pytest.approx(1.0, rel=0.2)
 
 
 def test_a_roof_alone_has_no_fraction() -> None:
-    found = measure_roof(Roof("gflop_per_s", 10**6, _takes(0.002, [], "")))
+    found = measure_roof(Roof("gflop_per_s", 10**6, _takes(0.002, [], "")), CpuClock)
     assert found["fraction"] is None
     assert MeasuredRoof(**found).fraction_of(found["value"] / 4) == 0.25
 
@@ -119,19 +120,19 @@ def test_disturbed_rounds_do_not_count_while_there_are_others() -> None:
     assert _summary(few) == (20.0, 0.5)
 
 
-def test_a_turn_is_its_fastest_call_but_never_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_its_fastest_call_but_never_the_first() -> None:
     timed: list[int] = []
     made: list[int] = []
 
-    def timed_once(call: Callable[[], None], _queue: RunQueue) -> Taken:
-        call()
-        timed.append(len(made))
-        return Taken(us=100.0 - 10.0 * (len(made) == 3), clean=True, waiting=0.0)
+    class Clock:
+        def once(self, call: Callable[[], None]) -> Taken:
+            call()
+            timed.append(len(made))
+            return Taken(us=100.0 - 10.0 * (len(made) == 3), clean=True, waiting=0.0)
 
-    monkeypatch.setattr(roof, "timed_once", timed_once)
-    queue = RunQueue()
-    assert roof._turn(lambda: made.append(1), queue).us == 90.0
-    queue.close()
+        def close(self) -> None: ...
+
+    assert roof._turn(lambda: made.append(1), Clock()).us == 90.0
     assert timed == [2, 3, 4, 5, 6]
 
 
@@ -139,9 +140,9 @@ def test_a_busy_machine_ends_the_search_for_undisturbed_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns = iter([Taken(us=100.0, clean=False, waiting=0.5)] * 20)
-    monkeypatch.setattr(roof, "_turn", lambda _call, _queue: next(turns))
+    monkeypatch.setattr(roof, "_turn", lambda _call, _clock: next(turns))
     monkeypatch.setattr(roof, "MAX_SECONDS", 0.0)
-    assert measure_roof(Roof("gb_per_s", 1000, lambda: None))["value"] > 0
+    assert measure_roof(Roof("gb_per_s", 1000, lambda: None), CpuClock)["value"] > 0
 
 
 def test_a_fraction_is_a_percentage_or_a_dash() -> None:

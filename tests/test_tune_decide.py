@@ -236,7 +236,7 @@ def test_how_long_to_time_and_what_must_be_beaten_reach_the_worker(
     def ask(_machine: Any, *asked: Any) -> Answer:
         return Answer(measure_worker.measure_candidates(asked[3]))
 
-    def measure(_calls: Any, **options: float) -> list[timing.Samples]:
+    def measure(_calls: Any, _clock: Any, **options: float) -> list[timing.Samples]:
         told.update(options)
         return []
 
@@ -244,7 +244,7 @@ def test_how_long_to_time_and_what_must_be_beaten_reach_the_worker(
     monkeypatch.setattr(measure_worker, "_load", lambda _path, _symbol: None)
     monkeypatch.setattr(measure_worker, "measure", measure)
     limits = {"min_seconds": 0.25, "max_seconds": 0.75, "leading_speedup": 1.5}
-    machine, workload = Machine([], None, tmp_path, 1), Workload(1, (1,), (1,))
+    machine, workload = Machine([], [], tmp_path, 1), Workload(1, (1,), (1,))
     machine.measure(SPEC, workload, tmp_path, [], rotation_bytes=1, seed=0, **limits)  # type: ignore[arg-type]
     assert told == limits
 
@@ -341,7 +341,7 @@ def test_specs_share_the_time_and_leave_some_for_their_finalists(
                 raise UserError("the second one fails")
 
     monkeypatch.setattr(tune, "Work", Fake)
-    monkeypatch.setattr(tune, "open_machine", lambda interrupt: nullcontext(machine))
+    monkeypatch.setattr(tune, "open_machine", lambda interrupt, gpus: nullcontext(machine))
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     specs = [replace(SPEC, group_size=each) for each in (1, 2, 3)]
     settings = Settings(time_limit_s=320.0, use_mlflow=False)

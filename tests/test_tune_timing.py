@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tvmpaged.tuning import timing
+from tvmpaged.tuning.clock import CpuClock
 
 
 def test_disturbed_calls_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,7 @@ def test_disturbed_calls_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "RunQueue", Queue)
     monkeypatch.setattr(timing, "timed_once", _once_that_waits_on_long_calls)
-    (samples,) = timing.measure([call], min_seconds=0.05, max_seconds=2.0)
+    (samples,) = timing.measure([call], CpuClock, min_seconds=0.05, max_seconds=2.0)
     assert max(samples.times_us) < 3000
     assert samples.disturbed >= len(samples.times_us) - 2
 
@@ -52,7 +53,7 @@ def test_a_busy_stretch_is_waited_out_but_not_for_ever(monkeypatch: pytest.Monke
     def measured(calls: list[timing.Taken], max_seconds: float) -> timing.Samples:
         turns = iter(calls)
         monkeypatch.setattr(timing, "timed_once", lambda call, queue: next(turns))
-        return timing.measure([lambda: None], min_seconds=0.0, max_seconds=max_seconds)[0]
+        return timing.measure([lambda: None], CpuClock, min_seconds=0.0, max_seconds=max_seconds)[0]
 
     found = measured([busy] * 20 + [quiet] * 100, max_seconds=60.0)
     assert found.times_us == (100.0,) * timing.MIN_REPEATS
@@ -71,7 +72,7 @@ def test_contenders_are_timed_in_turns_and_compared_round_by_round() -> None:
         return call
 
     calls = [contender(0, 0.004), contender(1, 0.001), contender(2, 0.004)]
-    samples = timing.measure(calls, min_seconds=0.0, max_seconds=0.0)
+    samples = timing.measure(calls, CpuClock, min_seconds=0.0, max_seconds=0.0)
     rounds = [order[i : i + 3] for i in range(3, len(order), 3)]
     assert all(sorted(each) == [0, 1, 2] for each in rounds)
     assert len({tuple(each) for each in rounds}) == 3
@@ -122,6 +123,7 @@ def test_who_cannot_lead_is_let_go_at_once_and_who_may_is_timed_to_the_end(
         monkeypatch.setattr(timing, "timed_once", taken)
         timing.measure(
             [first, second],
+            CpuClock,
             min_seconds=60.0,
             max_seconds=60.0,
             max_repeats=100,

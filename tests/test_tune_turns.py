@@ -59,10 +59,10 @@ def test_each_compiler_keeps_to_its_core_and_measuring_has_them_all(task: Task) 
     assert [affinities(each) for each in machine.compilers] == [
         {frozenset({core})} for core in sorted(CORES)
     ]
-    assert machine.device is not None
+    (device,) = machine.devices
     assert task.run(choices_key(task.default), task.default).latency_us is not None
     # As serving runs: every thread, of the kernel's pool too, may run everywhere.
-    assert affinities(machine.device) == {frozenset(CORES)}
+    assert affinities(device) == {frozenset(CORES)}
 
 
 def test_a_compiler_that_was_replaced_keeps_to_the_same_core(task: Task) -> None:
@@ -76,13 +76,13 @@ def test_no_compiler_works_while_something_is_measured(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, spent = task.machine, []
-    assert machine.device is not None
+    (device,) = machine.devices
 
     def cpu_seconds() -> float:
         workers = [process for each in machine.compilers for process in family(each)]
         return sum(sum(each.cpu_times()) for each in workers)
 
-    ask = machine.device.ask
+    ask = device.ask
 
     def watched(*arguments: Any) -> Answer:
         before = cpu_seconds()
@@ -90,7 +90,7 @@ def test_no_compiler_works_while_something_is_measured(
         spent.append(cpu_seconds() - before)
         return answer
 
-    monkeypatch.setattr(machine.device, "ask", watched)
+    monkeypatch.setattr(device, "ask", watched)
     first = task.default | {"split_length": 128}
     batch = [first, task.default | {"split_length": 512}]
     # From another thread, as a search that compiles ahead would; measuring waits for it.
@@ -120,7 +120,7 @@ def test_turns_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ask = staticmethod(lambda *_arguments: work()[0])
 
     monkeypatch.setattr(machine_module, "ask_all", work)
-    machine = Machine([], Device(), tmp_path, 1)  # type: ignore[arg-type]
+    machine = Machine([], [Device()], tmp_path, 1)  # type: ignore[list-item]
     calls: list[Callable[[], Any]] = [
         lambda: machine.compile(SPEC, TARGET, [{}]),
         lambda: machine.measure(

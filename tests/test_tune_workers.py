@@ -104,7 +104,7 @@ def test_memory_that_was_refused_is_known_by_its_words(text: str, is_memory: boo
 
 
 def test_a_case_that_does_not_fit_is_refused_its_memory() -> None:
-    worker = measuring_process(TARGET, 1 << 30)
+    worker = measuring_process("cpu", 1 << 30)
     workload = Workload(8, (1,) * 8, (1000,) * 8).as_dict()
     request = {"spec": str(SPEC), "workload": workload, "num_workers": 1, "roof": True}
     try:
@@ -118,7 +118,7 @@ def test_a_case_that_does_not_fit_is_refused_its_memory() -> None:
 
 def test_no_worker_may_take_all_memory(task: Task) -> None:
     task.machine.start()
-    for worker in [*task.machine.compilers, task.machine.device]:
+    for worker in [*task.machine.compilers, *task.machine.devices]:
         limit, _ = resource.prlimit(worker.pid, resource.RLIMIT_DATA)
         assert 0 < limit <= memory_total() // 2
 
@@ -161,7 +161,7 @@ def test_a_compiler_that_hangs_is_a_failure_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_module, "COMPILE_TIMEOUT_S", 1.0)
-    machine = Machine([Process("faulty_worker", TESTS) for _ in range(2)], None, tmp_path, 1)
+    machine = Machine([Process("faulty_worker", TESTS) for _ in range(2)], [], tmp_path, 1)
     try:
         answers = machine.compile(SPEC, TARGET, [{"fault": "hang"}, {"n": 1}, {"n": 2}])
     finally:
@@ -172,7 +172,7 @@ def test_a_compiler_that_hangs_is_a_failure_and_the_others_go_on(
 def test_where_there_is_no_room_to_compile_the_disk_is_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine([Process("faulty_worker", TESTS)], None, tmp_path, 1)
+    machine = Machine([Process("faulty_worker", TESTS)], [], tmp_path, 1)
     room = [1 << 30]
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=room[0]))
     try:
@@ -195,7 +195,7 @@ def test_what_a_library_prints_does_not_come_between_the_answers(worker: Process
 def test_a_machine_starts_each_of_its_workers_once(task: Task) -> None:
     machine = task.machine
     machine.start()
-    workers = [*machine.compilers, machine.device]
+    workers = [*machine.compilers, *machine.devices]
     assert [each.num_starts for each in workers] == [1] * len(workers)
 
 
@@ -375,7 +375,7 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
 
 
 def test_the_pool_is_set_up_as_serving_does(task: Task) -> None:
-    environment = task.machine.device.environment
+    environment = task.machine.devices[0].environment
     assert environment["TVM_THREAD_POOL_SPIN_COUNT"] == kernel_set.SPIN_COUNT
     assert environment["TVM_NUM_THREADS"] == str(num_threads())
     assert process.START_TIMEOUT_S > machine_module.MEASURE_TIMEOUT_S

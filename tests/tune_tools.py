@@ -51,6 +51,7 @@ class FakeMachine:
         self.measured: list[str] = []
         self.stop = False
         self.compilers: list[Any] = []
+        self.num_devices = 1
         self.roof: MeasuredRoof | None = MeasuredRoof("gb_per_s", 25.0, 0.5)
 
     def interrupted(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,8 +19,9 @@ from tvmpaged.bundle.search import installed_version
 from tvmpaged.cpu import native_target
 from tvmpaged.errors import UserError
 from tvmpaged.files import replace_file
+from tvmpaged.gpu import target_of
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.tuning.device import Device, measuring_process
+from tvmpaged.tuning.device import Device, Watch, find_gpus
 from tvmpaged.tuning.export_manifest import (
     JOURNAL_NAME,
     RESULTS_NAME,
@@ -31,6 +32,7 @@ from tvmpaged.tuning.exported import ExportedMachine, open_journal, try_all
 from tvmpaged.tuning.finalists import MAX_SECONDS_EACH, NUM_FINALISTS, Result
 from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import locked
+from tvmpaged.tuning.machine import measuring_processes
 from tvmpaged.tuning.results import Results, encode
 from tvmpaged.tuning.session import Session, share_until
 from tvmpaged.tuning.status import Status
@@ -108,6 +110,8 @@ def measure(
     *,
     resume: bool = True,
     time_limit_s: float | None = None,
+    devices: Sequence[str] = (),
+    allow_busy: bool = False,
     on_status: Callable[[Status], None] = lambda _status: None,
     host: Host | None = None,
 ) -> Measurement:
@@ -121,27 +125,36 @@ def measure(
         Go on where an earlier run under the same circumstances stopped.
     time_limit_s : float, optional
         Of the whole call, in seconds; results are written all the same.
+    devices : sequence of str
+        GPUs that measure side by side, such as ``cuda:0``; by default the first.
+    allow_busy : bool
+        Whether to measure on a GPU that others compute on.
     on_status : callable
         Told of each batch.
     host : Host, optional
-        The machine; by default this one.
+        The machine; by default this one, for a GPU's export the first GPU.
 
     Raises
     ------
     UserError
         When the folder is no export, was changed, is for another machine, or is being measured by
-        another process.
+        another process; or when others compute on the GPU.
+    ValueError
+        When a device is not there, or not of the export's kind.
     KeyboardInterrupt
         When a signal came; what was measured is not lost.
     """
     end = time.monotonic() + (time_limit_s or float("inf"))
     source = read_export(folder)
-    _check_target(source, host or host_for(native_target()))
+    target = source.export.header.target
+    gpus = find_gpus(target, devices)
+    _check_target(source, host or host_for(target_of(gpus[0]) if gpus else native_target()))
+    watch = Watch(gpus, allow_busy=allow_busy)
     for library in source.export.libraries():
         source.read(library)  # before anything is run, all of it is what was exported
     results = Results(
         export_sha256=source.sha256,
-        device=Device.here(source.export.header.target),
+        device=Device.here(target, gpus),
         measured_with={
             name: installed_version(name) for name in ("tvmpaged", "apache-tvm-ffi", "torch")
         },
@@ -157,19 +170,21 @@ def measure(
                 tape,
                 Path(private),
                 results.device.num_threads,
-                measuring_process(source.export.header.target),
+                measuring_processes(gpus),
                 interrupt,
             )
             specs: list[SpecMeasured] = []
+            state = None
             # A signal is raised again where it was held back; the journal has all answers.
             with suppress(GivenUpError):
                 try:
                     machine.start()
                     specs += _measure_all(source, machine, results.device, end, on_status)
+                    state = watch.state()
                 finally:
                     machine.close()
         if not interrupt():
-            results = replace(results, created_at=utc_now(), answers=tape.answers)
+            results = replace(results, created_at=utc_now(), answers=tape.answers, gpu=state)
             replace_file(folder / RESULTS_NAME, encode(results))
     return Measurement(folder / RESULTS_NAME, results.device, specs)
 

@@ -1,7 +1,8 @@
 """What this machine can do at best with the work that bounds a kernel: its measured roofs.
 
-Decode reads K and V: its roof is a plain read of as many bytes. Prefill multiplies: its roof is
-torch's matrix product of the same dtype. Both use as many threads as the kernels do.
+Decode reads K and V: its roof is a plain read of as many bytes, on a GPU a large copy from its
+memory to its memory. Prefill multiplies: its roof is torch's matrix product of the same dtype. On a
+CPU both use as many threads as the kernels do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: Rows and columns of the product; larger ones are no faster, and the caches hold this one.
+#: Rows and columns of the product; larger ones are no faster, and a CPU's caches hold this one.
 PRODUCT_SIZE = 1024
+GPU_PRODUCT_SIZE = 8192
 #: A read takes so long that to start it is nothing to speak of.
 MIN_READ_BYTES = 4 << 20
+#: Of a copy, one of its two sides: no smaller one reaches the memory's rate.
+COPY_BYTES = 1 << 30
 UNITS = {"gb_per_s": "GB/s", "gflop_per_s": "GFLOP/s"}
 
 
@@ -83,18 +87,40 @@ def read_roof(num_bytes: int, rotation_bytes: int, threads: int) -> Roof:
     return Roof("gb_per_s", size * 4, _with_threads(read, threads))
 
 
-def product_roof(dtype: str, threads: int) -> Roof:
-    """Return a square matrix product."""
+def copy_roof(device: Any, num_bytes: int = COPY_BYTES) -> Roof:
+    """Return a copy inside a device's memory, which counts what it reads and what it writes."""
     import torch
 
-    size = (PRODUCT_SIZE, PRODUCT_SIZE)
-    one = torch.randn(size).to(getattr(torch, dtype))
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    return Roof("gb_per_s", 2 * num_bytes, lambda: destination.copy_(source))
+
+
+def product_roof(
+    dtype: str, threads: int | None, device: Any = "cpu", num_rows: int = PRODUCT_SIZE
+) -> Roof:
+    """Return a square matrix product of random values; `threads` are a CPU's."""
+    import torch
+
+    one = torch.randn((num_rows, num_rows), device=device).to(getattr(torch, dtype))
     other, out = one.clone(), torch.empty_like(one)
-    call = _with_threads(lambda: torch.mm(one, other, out=out), threads)
-    return Roof("gflop_per_s", 2 * PRODUCT_SIZE**3, call)
+
+    def multiply() -> Any:
+        return torch.mm(one, other, out=out)
+
+    call = multiply if threads is None else _with_threads(multiply, threads)
+    return Roof("gflop_per_s", 2 * num_rows**3, call)
 
 
-def roof_for(kernel: str, dtype: str, threads: int, *, num_bytes: int, rotation_bytes: int) -> Roof:
+def roof_for(
+    kernel: str,
+    dtype: str,
+    threads: int,
+    *,
+    num_bytes: int,
+    rotation_bytes: int,
+    device: Any = "cpu",
+) -> Roof:
     """Return the roof of a kernel.
 
     Parameters
@@ -109,12 +135,15 @@ def roof_for(kernel: str, dtype: str, threads: int, *, num_bytes: int, rotation_
         That the kernel's step reads: a call of the roof reads as many, and so takes about as long.
     rotation_bytes : int
         That steps read before the same are read again; so does the roof.
+    device : str or torch.device
+        Where the kernel runs.
     """
-    return (
-        read_roof(num_bytes, rotation_bytes, threads)
-        if kernel == "decode"
-        else product_roof(dtype, threads)
-    )
+    on_gpu = str(device).startswith("cuda")
+    if kernel == "decode":
+        return copy_roof(device) if on_gpu else read_roof(num_bytes, rotation_bytes, threads)
+    if on_gpu:
+        return product_roof(dtype, None, device, GPU_PRODUCT_SIZE)
+    return product_roof(dtype, threads)
 
 
 def _with_threads(call: Callable[[], Any], threads: int) -> Callable[[], Any]:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from tvmpaged import records, schedules
 from tvmpaged.cpu import native_target
 from tvmpaged.errors import UserError
+from tvmpaged.gpu import find_gpu, target_of
+from tvmpaged.nvcc import require_nvcc
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
+from tvmpaged.tuning.device import Device, Watch, find_gpus
 from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import LOG_NAME, read_runs
 from tvmpaged.tuning.machine import open_machine
@@ -46,8 +49,15 @@ def check_specs(specs: Sequence[AttentionSpec]) -> None:
             )
 
 
-def parse_target(text: str) -> TargetKey:
-    """Return the target to tune for, which must be this machine's CPU.
+def parse_target(text: str, devices: Sequence[str] = ()) -> TargetKey:
+    """Return the target to tune for, which must be this machine's CPU or one of its GPUs.
+
+    Parameters
+    ----------
+    text : str
+        ``native`` is the CPU, ``cuda`` the first of the devices.
+    devices : sequence of str
+        GPUs that measure, such as ``cuda:0``; by default the first.
 
     Raises
     ------
@@ -55,8 +65,12 @@ def parse_target(text: str) -> TargetKey:
         When it is another one: candidates are measured here.
     """
     native = native_target()
-    target = native if text == "native" else TargetKey.parse(text)
-    if target != native:
+    if text == "cuda":
+        target = target_of(find_gpu(devices[0] if devices else "cuda"))
+    else:
+        target = native if text == "native" else TargetKey.parse(text)
+    find_gpus(target, devices)
+    if target.kind == "cpu" and target != native:
         raise ValueError(
             f"target={target} is not this machine, which is {native}; candidates are measured here"
         )
@@ -76,12 +90,13 @@ def estimate(
     check_specs(specs)
     found = []
     cores = len(os.sched_getaffinity(0))
+    device = Device.here(target, find_gpus(target, settings.devices))
     for spec in specs:
-        workload = settings.workload(spec)
+        workload = settings.workload(spec, target.kind)
         known = 0
         if settings.resume:
             log = records.folder(settings.work_dir, target, spec) / LOG_NAME
-            known = len(read_runs(log, Setting.here(workload).key).trials)
+            known = len(read_runs(log, Setting.here(workload, device).key).trials)
         new = max(0, settings.trials - known)
         seconds = START_SECONDS + new * (COMPILE_SECONDS / cores + MEASURE_SECONDS)
         if settings.time_limit_s is not None:
@@ -127,15 +142,21 @@ def tune(
     ------
     ValueError
         When a spec cannot be tuned, or the tracking server's address cannot be used.
+    UserError
+        When others compute on a GPU that is to measure.
     KeyboardInterrupt
         When a signal came; all finished trials are in the logs.
     """
     check_specs(specs)
+    gpus = find_gpus(target, settings.devices)
+    if target.kind == "cuda":
+        require_nvcc()
+    watch = Watch(gpus, allow_busy=settings.allow_busy)
     begin = time.monotonic()
     end = begin + (settings.time_limit_s or float("inf"))
     runs = run_log(specs, target, settings, on_warning)
     results: list[Tuned] = []
-    with held_back() as interrupt, open_machine(interrupt) as machine:
+    with held_back() as interrupt, open_machine(interrupt, gpus=gpus) as machine:
         if runs is not None:
             runs.connect()
         machine.start()
@@ -148,7 +169,7 @@ def tune(
                 deadline = now + share - min(FINISH_SHARE * share, finish)
                 if interrupt():
                     raise GivenUpError
-                work = Work(spec, target, settings, machine, deadline, runs, on_status)
+                work = Work(spec, target, settings, machine, deadline, runs, on_status, watch)
                 try:
                     results.append(Tuned(spec, work.run()))
                 except (UserError, ValueError) as error:

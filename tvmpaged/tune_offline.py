@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tvmpaged import provenance
 from tvmpaged.errors import UserError
+from tvmpaged.nvcc import require_nvcc
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tune import check_specs, run_log
-from tvmpaged.tuning.device import check_kind
 from tvmpaged.tuning.export import Exported, Exporter, check_folder
 from tvmpaged.tuning.import_results import import_spec, read_results
 from tvmpaged.tuning.interrupt import GivenUpError, held_back
@@ -49,15 +49,16 @@ def export(
     Raises
     ------
     ValueError
-        When a spec cannot be tuned, or the target cannot be built for or measured.
+        When a spec cannot be tuned, or the target cannot be built for.
     UserError
         When the folder is something else, or holds results.
     KeyboardInterrupt
         When a signal came; nothing is written then.
     """
     check_specs(specs)
-    check_kind(target)
     check_folder(folder)
+    if target.kind == "cuda":
+        require_nvcc()
     header = provenance.header(target)
     end = time.monotonic() + (settings.time_limit_s or float("inf"))
     found: list[Exported] = []

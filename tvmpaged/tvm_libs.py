@@ -1,9 +1,11 @@
-"""Where TVM's runtime libraries are, without importing TVM.
+"""Where TVM's runtime libraries are, and loading them, without importing TVM.
 
 An installed wheel of tvmpaged carries them; a source checkout finds them in the installed
 apache-tvm, through its metadata: importing it would bring the compiler.
 """
 
+import ctypes
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -61,3 +63,28 @@ def runtime_version() -> str | None:
         with suppress(PackageNotFoundError):
             return distribution("apache-tvm").version
     return carried
+
+
+def load(kind: str) -> None:
+    """Load what artifacts of a kind need to be loaded themselves, ``cpu`` or ``cuda``.
+
+    After tvm_ffi, which they link to; for CUDA also after torch, whose CUDA runtime is found by its
+    name once it is loaded.
+
+    Raises
+    ------
+    FileNotFoundError
+        When a library is not there.
+    RuntimeError
+        When the one for CUDA lacks another, with its name and what to do.
+    """
+    if sys.modules.get("tvm") is None:  # the compiler brings its own copy
+        ctypes.CDLL(str(find()), ctypes.RTLD_GLOBAL)
+    if kind == "cuda":
+        try:
+            ctypes.CDLL(str(find(RUNTIME_CUDA)), ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise RuntimeError(
+                f"TVM's library for CUDA cannot be loaded: {error}. It needs NVIDIA's driver and "
+                "the CUDA 13 runtime, which a torch built for CUDA 13 brings"
+            ) from error

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tvmpaged.cli.console import JsonFlag, print_json, print_table, say
+from tvmpaged.cli.devices import AllowBusyFlag, DevicesFlag, parse_devices
 from tvmpaged.cli.duration import TimeLimitFlag, parse_seconds
 from tvmpaged.cli.errors import ExitCode, exit_code
 from tvmpaged.cli.tune_view import show_progress
@@ -32,6 +33,8 @@ def run(
             help="Go on where an earlier run with as many threads stopped, or measure all anew.",
         ),
     ] = True,
+    devices: DevicesFlag = None,
+    allow_busy: AllowBusyFlag = False,
     json: JsonFlag = False,
 ) -> ExitCode:
     """Check and time exported candidates on this machine, which needs no compiler.
@@ -45,7 +48,14 @@ def run(
     from tvmpaged.measure import SCHEMA_VERSION, measure
 
     with show_progress() as on_status:
-        found = measure(folder, resume=resume, time_limit_s=seconds, on_status=on_status)
+        found = measure(
+            folder,
+            resume=resume,
+            time_limit_s=seconds,
+            devices=parse_devices(devices),
+            allow_busy=allow_busy,
+            on_status=on_status,
+        )
     failures = [each.failure for each in found.specs if each.failure]
     for each in failures:
         say(f"error: {each}")

@@ -7,6 +7,7 @@ import typer
 
 from tvmpaged.cli import tune_offline
 from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
+from tvmpaged.cli.devices import AllowBusyFlag, DevicesFlag, parse_devices
 from tvmpaged.cli.duration import TimeLimitFlag, parse_seconds
 from tvmpaged.cli.errors import ExitCode, exit_code
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "tvmpaged tune --group-size 3 --head-dim 64 --dtype float32 --trials 64 --time-limit 3m\n"
-    "tvmpaged tune --model ./SmolLM2-135M --kernel decode --resume"
+    "tvmpaged tune --model ./SmolLM2-135M --kernel decode --resume\n"
+    "tvmpaged tune --target cuda --devices cuda:0,cuda:1 --group-size 4 --head-dim 128"
 )
 
 
@@ -25,8 +27,11 @@ EXAMPLE = (
 def run(
     specs: SpecFlags,
     target: Annotated[
-        str, typer.Option(help="native, or this machine by name; with --export any CPU by name.")
+        str,
+        typer.Option(help="native, cuda, or this machine by name; with --export any by name."),
     ] = "native",
+    devices: DevicesFlag = None,
+    allow_busy: AllowBusyFlag = False,
     trials: Annotated[int, typer.Option(min=2, help="Candidates per spec and kernel.")] = 64,
     time_limit: TimeLimitFlag = None,
     work_dir: Annotated[Path, typer.Option(help="Where logs and records go.")] = Path(
@@ -73,12 +78,14 @@ def run(
         num_kv_heads=kv_heads(specs),
         mlflow_uri=mlflow_uri,
         use_mlflow=not no_mlflow,
+        devices=parse_devices(devices),
+        allow_busy=allow_busy,
     )
     if export is not None:
         return tune_offline.export(wanted, target, export, settings, json)
     if import_results is not None:
         return _finish(tune_offline.import_results(import_results, settings), json)
-    key = tuning.parse_target(target)
+    key = tuning.parse_target(target, settings.devices)
     if dry_run:
         _print_plan(tuning.estimate(wanted, key, settings), json)
         return ExitCode.DONE

@@ -19,9 +19,13 @@ def export(
 ) -> ExitCode:
     """Write an export, and say what is in it and what comes next."""
     from tvmpaged.package import parse_target
+    from tvmpaged.sm import limits
     from tvmpaged.tune_offline import export as export_to
 
     key = parse_target(target)
+    guessed = limits(key.arch)[1] if key.kind == "cuda" else ""
+    if guessed:
+        warn(guessed)
     with show_progress() as on_status:
         found = export_to(specs, key, folder, settings, on_status=on_status)
     failures = [each.failure for each in found if each.failure]

@@ -8,6 +8,7 @@ kept; only ``VISIBLE`` and ``KV_END`` are written anew.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +20,9 @@ from tvmpaged.worklist import ITEM_FIELDS, MAX_SPLIT_Q_LEN, MERGE_FIELDS, Item, 
 
 #: What starting an item costs, in key rows: its q is loaded, its result normalised and written.
 ITEM_OVERHEAD_KEYS = 16
+
+#: Threads that a GPU's multiprocessor holds at most.
+RESIDENT_THREADS = 2048
 
 #: Outlines kept: of decode and prefill, of a few batches.
 _OUTLINES = 8
@@ -34,10 +38,14 @@ class Shape:
         Query rows an item of a prefill sequence holds.
     split_length : int
         Keys of one kv range; 0 means that a sequence is never split.
+    max_seq_len : int
+        Sequences that would be split at this length write partials and are merged at any: so the
+        number of merges follows from the new tokens alone. 0: only where there is more than one.
     """
 
     row_tile: int
     split_length: int
+    max_seq_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ def make_items(
         The first partial row that is still free.
     """
     if not len(sequences):
-        return np.zeros((0, ITEM_FIELDS), np.int32), _NO_MERGES, first_partial
+        return np.zeros((0, ITEM_FIELDS), np.int32), NO_MERGES, first_partial
     q_len, seq_len = step.q_lens.take(sequences), step.seq_lens.take(sequences)
     ranges = _num_ranges(q_len, seq_len, shape.split_length)
     outline = _outline(
@@ -168,6 +176,8 @@ def _outline(
     owner = of_head[of_tile[of_range]]
 
     is_split = ranges > 1
+    if 0 < shape.split_length < shape.max_seq_len:
+        is_split |= q_len <= MAX_SPLIT_Q_LEN
     rows = np.where(is_split, ranges * q_len, 0)
     ends = first_partial + rows.cumsum()
     partial = np.where(is_split, ends - rows, -1)
@@ -202,7 +212,25 @@ def _expand(counts: LongArray) -> tuple[LongArray, LongArray]:
     return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
 
 
-_NO_MERGES = np.zeros((0, MERGE_FIELDS), np.int32)
+NO_MERGES = np.zeros((0, MERGE_FIELDS), np.int32)
+
+
+def workers_on(num_units: int, choices: Mapping[str, int | str]) -> int:
+    """Return the workers of a kernel on a device of so many units.
+
+    A CPU's unit is a thread, and a worker too. A GPU's is a multiprocessor, and its workers are as
+    many thread blocks as it has room for by their threads; their number leaves no trace in the
+    bits and does not depend on the step, so that a captured launch serves other steps.
+
+    Parameters
+    ----------
+    num_units : int
+        Threads, or multiprocessors.
+    choices : mapping
+        The artifact's; a GPU's name the ``threads`` of a block.
+    """
+    threads = int(choices.get("threads", RESIDENT_THREADS))
+    return num_units * max(1, RESIDENT_THREADS // threads)
 
 
 def balance(items: IntArray, num_workers: int) -> WorkList:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from tvmpaged.layout import from_hnd, inner_shape, layout_of
-from tvmpaged.planning.items import Shape, balance, make_items
+from tvmpaged.planning.items import Shape, balance, make_items, workers_on
 from tvmpaged.planning.step import Step, check_step
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.workload import Workload
-from tvmpaged.worklist import ITEM_FIELDS, MERGE_FIELDS
 
 Call = Callable[..., Any]
 #: Random elements made for a cache; a larger one repeats them.
@@ -61,6 +60,7 @@ class Case:
         num_steps: int = 1,
         seed: int = 0,
         poison: bool = False,
+        device: str | torch.device = "cpu",
     ) -> Case:
         """Allocate and fill.
 
@@ -74,14 +74,15 @@ class Case:
             Of the values and of the blocks' order.
         poison : bool
             Whether unused slots, unowned blocks, out and lse hold NaN.
+        device : str or torch.device
+            Where all tensors lie; their values are the same everywhere.
         """
-        random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         heads = workload.num_kv_heads * spec.group_size
         num_tokens = sum(workload.q_lens)
         blocks = [-(-length // spec.block_size) for length in workload.seq_lens]
         num_blocks = sum(blocks) * num_steps + (1 if poison else 0)  # one that nobody owns
-        order = random.permutation(num_blocks)
+        order = np.random.default_rng(seed).permutation(num_blocks)
         steps = []
         for index in range(num_steps):
             table = np.full((len(blocks), max(1, *blocks)), -1, np.int32)
@@ -89,20 +90,31 @@ class Case:
             for row, count in zip(table, blocks, strict=True):
                 row[:count] = [next(owned) for _ in range(count)]
             steps.append(_step(workload, table, spec.block_size))
+        out_shape = (num_tokens, heads, spec.head_dim_v)
+        k_shape, v_shape = (_cache_shape(spec, workload, num_blocks, which) for which in (0, 1))
+
+        def random(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+            return _random(shape, dtype, generator, device)
+
         case = cls(
             spec=spec,
             workload=workload,
-            q=_random((num_tokens, heads, spec.head_dim), spec.q_dtype, generator),
-            k_cache=_random(_cache_shape(spec, workload, num_blocks, 0), spec.kv_dtype, generator),
-            v_cache=_random(_cache_shape(spec, workload, num_blocks, 1), spec.kv_dtype, generator),
-            out=torch.zeros(num_tokens, heads, spec.head_dim_v, dtype=_dtype(spec.out_dtype)),
-            lse=torch.zeros(num_tokens, heads),
+            q=random((num_tokens, heads, spec.head_dim), spec.q_dtype),
+            k_cache=random(k_shape, spec.kv_dtype),
+            v_cache=random(v_shape, spec.kv_dtype),
+            out=torch.zeros(out_shape, dtype=_dtype(spec.out_dtype), device=device),
+            lse=torch.zeros(num_tokens, heads, device=device),
             steps=steps,
             poison=poison,
         )
         if poison:
             case._poison_unused()
         return case
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.q.device
 
     def _poison_unused(self) -> None:
         used = torch.zeros(self.k_cache.shape[0], self.spec.block_size, dtype=torch.bool)
@@ -111,6 +123,7 @@ class Case:
                 position = torch.arange(int(length))
                 blocks = torch.from_numpy(table)[position // self.spec.block_size].long()
                 used[blocks, position % self.spec.block_size] = True
+        used = used.to(self.device)
         for cache in (self.k_cache, self.v_cache):
             by_slot = cache if self.spec.layout == "NHD" else cache.transpose(1, 2)
             by_slot[~used] = torch.nan
@@ -142,7 +155,7 @@ class Case:
         choices : dict
             The candidate's; they shape its work list.
         num_workers : int
-            Threads.
+            Threads; of a GPU its multiprocessors.
         """
         split = Shape(_row_tile(self.spec, choices), int(choices["split_length"]))
         sequences = np.arange(len(self.workload.seq_lens))
@@ -155,14 +168,14 @@ class Case:
             True,
             0,
         )
-        work = balance(items, num_workers)
+        work = balance(items, workers_on(num_workers, choices))
         heads = self.q.shape[1]
-        partial_out = torch.empty(max(1, partials), heads, self.spec.head_dim_v)
-        partial_lse = torch.empty(max(1, partials), heads)
-        work_items = _aligned(work.items.reshape(-1, ITEM_FIELDS))
-        work_offsets = _aligned(work.offsets)
-        merge_items = _aligned(merges.reshape(-1, MERGE_FIELDS)) if len(merges) else None
-        tables = [_aligned(step.block_table) for step in self.steps]
+        rows = max(1, partials)
+        partial_out = torch.empty(rows, heads, self.spec.head_dim_v, device=self.device)
+        partial_lse = torch.empty(rows, heads, device=self.device)
+        work_items, work_offsets = self._aligned(work.items), self._aligned(work.offsets)
+        merge_items = self._aligned(merges) if len(merges) else None
+        tables = [self._aligned(step.block_table) for step in self.steps]
         k_cache, v_cache = self._caches(choices)
         scale = float(self.spec.head_dim**-0.5)
         turn = 0
@@ -188,6 +201,10 @@ class Case:
                 merge(partial_out, partial_lse, merge_items, self.out, self.lse)
 
         return call
+
+    def _aligned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        copy = torch.empty(array.shape, dtype=torch.int32, device=self.device)
+        return copy.copy_(torch.from_numpy(array.astype("int32")))
 
 
 def _row_tile(spec: AttentionSpec, choices: dict[str, Any]) -> int:
@@ -219,17 +236,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _random(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
-    result = torch.empty(shape, dtype=_dtype(dtype))
+def _random(
+    shape: tuple[int, ...], dtype: str, generator: torch.Generator, device: str | torch.device
+) -> torch.Tensor:
+    result = torch.empty(shape, dtype=_dtype(dtype), device=device)
     flat = result.view(-1)
-    fresh = torch.randn(min(len(flat), _FRESH_ELEMENTS), generator=generator).to(result.dtype)
+    fresh = torch.randn(min(len(flat), _FRESH_ELEMENTS), generator=generator).to(result)
     for begin in range(0, len(flat), len(fresh)):
         part = flat[begin : begin + len(fresh)]
         part.copy_(fresh[: len(part)])
     return result
-
-
-def _aligned(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.empty(array.shape, dtype=torch.int32).copy_(
-        torch.from_numpy(array.astype("int32"))
-    )

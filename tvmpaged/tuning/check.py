@@ -22,13 +22,16 @@ from tvmpaged.tuning.limits import check_workload, limits
 
 
 @lru_cache(maxsize=8)
-def _case(spec: AttentionSpec, split_length: int) -> tuple[Case, Any, Any]:
-    case = Case.make(spec, check_workload(spec, split_length), seed=1, poison=True)
+def _case(
+    spec: AttentionSpec, split_length: int, device: str | torch.device = "cpu"
+) -> tuple[Case, Any, Any]:
+    workload = check_workload(spec, split_length)
+    case = Case.make(spec, workload, seed=1, poison=True, device=device)
     step = case.steps[0]
     out, lse = reference.paged_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
+        case.q.cpu(),
+        case.k_cache.cpu(),
+        case.v_cache.cpu(),
         step.query_start_loc,
         step.seq_lens,
         step.block_table,
@@ -68,14 +71,19 @@ class Check:
 
 
 def check(
-    spec: AttentionSpec, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
+    spec: AttentionSpec,
+    attention: Call,
+    merge: Call,
+    choices: dict[str, Any],
+    num_workers: int,
+    device: str | torch.device = "cpu",
 ) -> list[Check]:
-    """Return a candidate's errors, each beside its limit."""
-    case, out, lse = _case(spec, int(choices["split_length"]))
+    """Return a candidate's errors on a device, each beside its limit."""
+    case, out, lse = _case(spec, int(choices["split_length"]), device)
     case.out.fill_(torch.nan)
     case.lse.fill_(torch.nan)
     case.bind(attention, merge, choices, num_workers)()
-    found, found_lse = case.out.double().numpy(), case.lse.double().numpy()
+    found, found_lse = (each.double().cpu().numpy() for each in (case.out, case.lse))
     # By sequence: a long one's mean of many V rows is small, and its error would drown.
     starts = case.steps[0].query_start_loc
     errors = [_error(found[begin:end], out[begin:end]) for begin, end in pairwise(starts.tolist())]

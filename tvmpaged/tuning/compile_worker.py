@@ -1,6 +1,7 @@
 """A worker that compiles, on one core: ``{spec, target, choices, path}`` -> ``{}``.
 
-With ``"explain": true`` it writes the program and its assembly beside that path instead.
+With ``"explain": true`` it writes the program, and its assembly or CUDA source, beside that path
+instead -> ``{files}``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
         return _explain(spec, target, choices, path)
     # A compiler that dies half-way leaves no file of that name.
     partial = path.with_suffix(".partial.so")
-    build_artifact(spec, target, choices, partial)
+    if target.kind == "cuda":
+        from tvmpaged.cuda_child import build_here
+
+        build_here(spec, target, choices, partial)
+    else:
+        build_artifact(spec, target, choices, partial)
     partial.rename(path)
     return {}
 
@@ -32,15 +38,21 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
 def _explain(
     spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    import tvm
-
     from tvmpaged.build import build_module, tvm_target
 
     module = build_module(spec, target, choices)
-    path.with_suffix(".py").write_text(module.script(), encoding="utf-8")
-    compiled = tvm.compile(module, target=tvm_target(target))
-    path.with_suffix(".s").write_text(compiled.mod.inspect_source("asm"), encoding="utf-8")
-    return {}
+    texts = {".py": module.script()}
+    if target.kind == "cuda":
+        from tvmpaged.cuda_child import compile_here
+
+        texts[".cu"] = compile_here(module, target)[0].mod.imports[0].inspect_source("cuda")
+    else:
+        import tvm
+
+        texts[".s"] = tvm.compile(module, target=tvm_target(target)).mod.inspect_source("asm")
+    for suffix, text in texts.items():
+        path.with_suffix(suffix).write_text(text, encoding="utf-8")
+    return {"files": [str(path.with_suffix(suffix)) for suffix in texts]}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""What candidates are measured on: its facts, and the process that has it to itself."""
+"""What candidates are measured on: its facts, the processes that have it, and who else is there."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tvmpaged import gpu as driver_program
 from tvmpaged.cpu import cpu_model, num_threads
+from tvmpaged.driver import Gpu
+from tvmpaged.errors import UserError
+from tvmpaged.gpu import find_gpu, target_of
 from tvmpaged.spec import TargetKey
 from tvmpaged.tuning.process import Process
 
@@ -15,6 +20,8 @@ _MIB = 1 << 20
 #: step are not in the caches when their layer's turn comes, and a pool costs memory and time.
 MIN_ROTATION_BYTES = 64 * _MIB
 MAX_ROTATION_BYTES = 256 * _MIB
+#: Tells a measuring process where its tensors are to lie.
+DEVICE_VARIABLE = "TVMPAGED_MEASURE_ON"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 1 << 10, "M": _MIB, "G": 1 << 30}
 
@@ -28,7 +35,7 @@ class Device:
     name : str
         The device's own name.
     num_threads : int
-        Threads of a kernel.
+        Threads of a kernel; of a GPU its multiprocessors.
     caches_bytes : dict
         Cache -> bytes, as one core sees them.
     rotation_bytes : int
@@ -41,47 +48,109 @@ class Device:
     rotation_bytes: int
 
     @classmethod
-    def here(cls, target: TargetKey) -> Device:
-        """Return this machine's device of a target's kind.
-
-        Raises
-        ------
-        ValueError
-            When nothing can be measured on that kind yet.
-        """
-        check_kind(target)
-        caches = cpu_caches()
+    def here(cls, target: TargetKey, gpus: Sequence[Gpu] = ()) -> Device:
+        """Return what is measured on: some GPUs of one kind, or this machine's CPU."""
+        if target.kind == "cuda":
+            first = gpus[0]
+            caches = {"L2": (first.l2_bytes, first.multiprocessors)}
+            name, threads = first.name, first.multiprocessors
+        else:
+            caches, name, threads = cpu_caches(), cpu_model(), num_threads()
         return cls(
-            name=cpu_model(),
-            num_threads=num_threads(),
+            name=name,
+            num_threads=threads,
             caches_bytes={name: size for name, (size, _) in caches.items()},
-            rotation_bytes=rotation_bytes(caches, num_threads()),
+            rotation_bytes=rotation_bytes(caches, threads),
         )
 
 
-def check_kind(target: TargetKey) -> None:
-    """Refuse a target that nothing can be measured for yet.
-
-    Raises
-    ------
-    ValueError
-        Naming it.
-    """
-    if target.kind != "cpu":
-        raise ValueError(f"target={target} cannot be measured yet; allowed: cpu/<name>")
-
-
-def measuring_process(target: TargetKey, memory_bytes: int | None = None) -> Process:
-    """Return the process that checks and times candidates for a target on this machine.
+def find_gpus(target: TargetKey, devices: Sequence[str] = ()) -> tuple[Gpu, ...]:
+    """Return the GPUs to measure a target on; none for a CPU.
 
     Parameters
     ----------
     target : TargetKey
-        Its kind decides which process.
-    memory_bytes : int, optional
-        Data it may hold; by default half of this machine's memory.
+        What candidates are built for.
+    devices : sequence of str
+        Such as ``cuda:0``; by default the first that the target names.
+
+    Raises
+    ------
+    ValueError
+        When one is not there, named twice, or is not of the target.
     """
-    check_kind(target)
+    if target.kind != "cuda":
+        if devices:
+            raise ValueError(f"devices={','.join(devices)} are GPUs, and target={target} is none")
+        return ()
+    found = tuple(find_gpu(each) for each in devices or ("cuda",))
+    for each in found:
+        # Code for exactly one arch, as sm_90a is, runs on that arch as its plain name does.
+        if target.device != target_of(each).device or not _runs(target, each):
+            raise ValueError(f"cuda:{each.index} is {target_of(each)}, not target={target}")
+    if len({each.uuid for each in found}) < len(found):
+        raise ValueError(f"devices={','.join(devices)} name one GPU twice")
+    return found
+
+
+def _runs(target: TargetKey, gpu: Gpu) -> bool:
+    return target.arch.rstrip("af") == target_of(gpu).arch
+
+
+class Watch:
+    """Who else computes on the GPUs that are measured on, and what state those are in.
+
+    Made before any process of ours is there: whoever computes then is somebody else.
+
+    Parameters
+    ----------
+    gpus : sequence of Gpu
+        None for a CPU.
+    allow_busy : bool
+        Whether to measure beside others.
+
+    Raises
+    ------
+    UserError
+        When others compute there and that was not allowed.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu] = (), *, allow_busy: bool = False) -> None:
+        self.gpus = tuple(gpus)
+        counts = [driver_program.num_processes(each.uuid) for each in gpus]
+        self._others = sum(counts)
+        busy = [each for each, count in zip(gpus, counts, strict=True) if count]
+        if busy and not allow_busy:
+            names = ", ".join(f"cuda:{each.index} ({each.name})" for each in busy)
+            raise UserError(
+                f"other processes compute on {names} (nvidia-smi names them), so times there say "
+                "little; end them, take another GPU, or measure all the same with --allow-busy"
+            )
+
+    def state(self) -> dict[str, str] | None:
+        """Return the first GPU's facts now, and how many other processes were seen.
+
+        None for a CPU, or when the driver's program does not answer. One process of ours is on each
+        GPU; by number, because a container may see others' process ids than its own.
+        """
+        facts = driver_program.gpus(*(each.uuid for each in self.gpus[:1])) if self.gpus else []
+        if not facts:
+            return None
+        now = sum(driver_program.num_processes(each.uuid) for each in self.gpus) - len(self.gpus)
+        return facts[0] | {"other_processes": str(max(self._others, now))}
+
+
+def measuring_process(device: str = "cpu", memory_bytes: int | None = None) -> Process:
+    """Return the process that checks and times candidates on a device of this machine.
+
+    Parameters
+    ----------
+    device : str
+        ``cpu``, or one of its GPUs such as ``cuda:0``.
+    memory_bytes : int, optional
+        Data it may hold; by default half of this machine's memory. A GPU's process has no such
+        limit, for the driver reserves more than it takes.
+    """
     # As serving sets TVM's pool up: what is measured is what will run.
     pool = {
         "TVM_NUM_THREADS": str(num_threads()),
@@ -90,8 +159,10 @@ def measuring_process(target: TargetKey, memory_bytes: int | None = None) -> Pro
         # Of torch, which fills tensors there, and takes more threads for a roof alone.
         "OMP_NUM_THREADS": "1",
         "GOMP_SPINCOUNT": "20000",
+        DEVICE_VARIABLE: device,
     }
-    return Process("tvmpaged.tuning.measure_worker", pool, memory_bytes or memory_total() // 2)
+    limit = (memory_bytes or memory_total() // 2) if device == "cpu" else None
+    return Process("tvmpaged.tuning.measure_worker", pool, limit)
 
 
 def memory_total() -> int:

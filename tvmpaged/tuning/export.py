@@ -121,7 +121,8 @@ class Exporter:
         UserError
             When the untuned default or the merge kernel cannot be compiled.
         """
-        workload, seed = self.settings.workload(spec), spec_seed(self.settings.seed, spec)
+        workload = self.settings.workload(spec, self.header.target.kind)
+        seed = spec_seed(self.settings.seed, spec)
         known = self._known(spec, workload)
         merge = self._merge(spec.out_dtype)
         candidates: list[Candidate] = []

@@ -6,6 +6,7 @@ played back through the code that measures.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Tape:
     def __init__(self, answers: Sequence[Measured], journal: Lines | None = None) -> None:
         self._answers = {self._name(each.spec, each.phase, each.keys): each for each in answers}
         self._journal = journal
+        self._lock = threading.Lock()  # devices answer side by side
 
     @property
     def answers(self) -> tuple[Measured, ...]:
@@ -61,9 +63,10 @@ class Tape:
 
     def keep(self, measured: Measured) -> None:
         """Take in a new answer; it is on the disk when this returns."""
-        self._answers[self._name(measured.spec, measured.phase, measured.keys)] = measured
-        if self._journal is not None:
-            self._journal.append([{"kind": "answer", **measured.as_dict()}])
+        with self._lock:
+            self._answers[self._name(measured.spec, measured.phase, measured.keys)] = measured
+            if self._journal is not None:
+                self._journal.append([{"kind": "answer", **measured.as_dict()}])
 
     @staticmethod
     def _name(spec: str, phase: str, keys: Sequence[str]) -> tuple[str, ...]:
@@ -111,7 +114,7 @@ class ExportedMachine(Machine):
         which is this process's own: what was hashed is what is loaded.
     tape : Tape
         What is known; with a device it grows.
-    folder, num_workers, device, interrupted
+    folder, num_workers, devices, interrupted
         As of a `Machine`; without a device it only answers from the tape.
     """
 
@@ -121,10 +124,10 @@ class ExportedMachine(Machine):
         tape: Tape,
         folder: Path,
         num_workers: int,
-        device: Process | None = None,
+        devices: Sequence[Process] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__([], device, folder, num_workers, interrupted)
+        super().__init__([], devices, folder, num_workers, interrupted)
         self.source, self.tape = source, tape
         self._specs = {each.spec: each for each in source.export.specs}
 
@@ -147,7 +150,7 @@ class ExportedMachine(Machine):
         known = self.tape.find(spec, phase, keys)
         if known is not None:
             return known.answer
-        if self.device is None:
+        if not self.devices:
             return self._lacking(spec, phase, keys)
         answer = super()._ask(phase, spec, candidates, request, timeout_s)
         if answer.reason != "interrupted":
@@ -172,7 +175,7 @@ class ExportedMachine(Machine):
     def can_answer(self, spec: AttentionSpec, candidate: Candidate) -> bool:
         """Return whether anything can be said of a candidate."""
         known = candidate.library is None or self.tape.knows(spec, candidate.key)
-        return known or self.device is not None
+        return known or bool(self.devices)
 
     def fetch_merge(self, exported: ExportedSpec) -> Path:
         """Return where a spec's merge kernel lies."""
@@ -194,7 +197,7 @@ class ExportedMachine(Machine):
         return Answer({})
 
     def _fetch(self, library: Library, path: Path) -> None:
-        if self.device is not None:
+        if self.devices:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.source.read(library))
 

@@ -142,7 +142,9 @@ def import_spec(
         session.trials = known | {each.key: each for each in new}
         if runs is not None:
             runs.settle()  # no search went by meanwhile, and the record is to name its run
-        record = make_record(session, setting, result, export.seed, tracked.run_id(), roof)
+        record = make_record(
+            session, setting, result, export.seed, tracked.run_id(), roof, results.gpu
+        )
         files = [records.save(work_dir, record)]
         files += [write_summary(folder, record, list(session.trials.values()))]
         tracked.finish(record, files)

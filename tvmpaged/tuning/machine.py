@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import shutil
 import tempfile
 import threading
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.cpu import num_threads
+from tvmpaged.driver import Gpu
 from tvmpaged.records import Latency
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
@@ -39,29 +41,49 @@ class Machine:
     """The processes that compile and measure, and where artifacts lie in between.
 
     They take turns: nothing compiles while something is measured, so the two share no core, no
-    cache and no memory bandwidth at any time.
+    cache and no memory bandwidth at any time. Compiling takes all devices, measuring one.
 
     Parameters
     ----------
     compilers : list of Process
         One core each, and pinned to it.
-    device : Process or None
-        Alone on the machine while it works, and on all of its cores, as a served kernel is; None
-        where nothing is measured.
+    devices : sequence of Process
+        A CPU's is alone on the machine while it works, and on all of its cores, as a served kernel
+        is; GPUs of one kind work side by side; none where nothing is measured.
     folder : Path
         Of artifacts; temporary.
     num_workers : int
-        Threads of a kernel.
+        Threads of a kernel; of a GPU its multiprocessors.
     interrupted : callable
         True once all work is to be given up.
     """
 
     compilers: list[Process]
-    device: Process | None
+    devices: Sequence[Process]
     folder: Path
     num_workers: int
     interrupted: Callable[[], bool] = lambda: False
-    _turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _compiling: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _idle: queue.SimpleQueue[Process] = field(default_factory=queue.SimpleQueue, repr=False)
+
+    def __post_init__(self) -> None:
+        for each in self.devices:
+            self._idle.put(each)
+
+    @property
+    def num_devices(self) -> int:
+        """How many candidates can be measured at a time."""
+        return len(self.devices)
+
+    @contextmanager
+    def _taking(self, count: int) -> Iterator[list[Process]]:
+        """Give so many idle devices, once there are as many, for the time of the block."""
+        taken = [self._idle.get() for _ in range(count)]
+        try:
+            yield taken
+        finally:
+            for each in taken:
+                self._idle.put(each)
 
     def compile(
         self, spec: AttentionSpec, target: TargetKey, choices: Sequence[Choices]
@@ -83,7 +105,7 @@ class Machine:
             }
             for each in choices
         ]
-        with self._turn:
+        with self._compiling, self._taking(self.num_devices):
             # All have answered or were killed when it returns.
             answers = ask_all(self.compilers, requests, COMPILE_TIMEOUT_S, self.interrupted)
         failures = any("error" in each.reply or each.reason for each in answers)
@@ -149,9 +171,8 @@ class Machine:
     ) -> Answer:
         """Ask the device; what for, and of what, stands before the request for those who log it."""
         del phase, spec, candidates
-        assert self.device is not None
-        with self._turn:
-            return self.device.ask(request, timeout_s, self.interrupted)
+        with self._taking(1) as (device,):
+            return device.ask(request, timeout_s, self.interrupted)
 
     def _request(
         self,
@@ -183,12 +204,15 @@ class Machine:
             each.kill()
 
     def _processes(self) -> list[Process]:
-        return [*self.compilers, *([self.device] if self.device is not None else [])]
+        return [*self.compilers, *self.devices]
 
 
 @contextmanager
 def open_machine(
-    interrupted: Callable[[], bool] = lambda: False, *, measures: bool = True
+    interrupted: Callable[[], bool] = lambda: False,
+    *,
+    measures: bool = True,
+    gpus: Sequence[Gpu] = (),
 ) -> Iterator[Machine]:
     """Give this machine with a compiler for each core, and end its processes after the block.
 
@@ -198,6 +222,8 @@ def open_machine(
         True once all work is to be given up.
     measures : bool
         Whether it also measures.
+    gpus : sequence of Gpu
+        What it measures on; by default the CPU.
     """
     one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
     cores = sorted(os.sched_getaffinity(0))
@@ -207,15 +233,20 @@ def open_machine(
             compilers=[
                 Process("tvmpaged.tuning.compile_worker", one_core, share, {core}) for core in cores
             ],
-            device=measuring_process(native_target()) if measures else None,
+            devices=measuring_processes(gpus) if measures else [],
             folder=Path(folder),
-            num_workers=num_threads(),
+            num_workers=gpus[0].multiprocessors if gpus else num_threads(),
             interrupted=interrupted,
         )
         try:
             yield machine
         finally:
             machine.close()
+
+
+def measuring_processes(gpus: Sequence[Gpu]) -> list[Process]:
+    """Return a measuring process for each GPU, or the CPU's."""
+    return [measuring_process(f"cuda:{each.index}") for each in gpus] or [measuring_process()]
 
 
 def latencies(answer: Answer) -> list[Latency]:

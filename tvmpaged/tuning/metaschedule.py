@@ -15,7 +15,7 @@ from tvm.s_tir.meta_schedule.runner import PyRunner, PyRunnerFuture, RunnerResul
 from tvmpaged.tuning.features import choices_of
 from tvmpaged.tuning.search import Progress
 from tvmpaged.tuning.task import Task
-from tvmpaged.tuning.trial import Choices, choices_key
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
 
 
 @derived_object
@@ -68,15 +68,18 @@ class TaskRunner(PyRunner):  # type: ignore[misc]
         self.progress = progress
 
     def run(self, runner_inputs: Any) -> list[Any]:
-        """Measure a batch, one after the other."""
-        return [_Done(self._run(Path(str(each.artifact_path)).stem)) for each in runner_inputs]
+        """Measure a batch."""
+        keys = [Path(str(each.artifact_path)).stem for each in runner_inputs]
+        trials: list[Trial] = []
+        if self.progress.error is None:
+            try:
+                trials = self.task.run_all([self.batch[key] for key in keys])
+            except BaseException as error:  # noqa: BLE001, raised by whoever started the search
+                self.progress.error = error
+        return [_Done(_result(each)) for each in trials] or [
+            _Done(RunnerResult(None, "not measured")) for _ in keys
+        ]
 
-    def _run(self, key: str) -> Any:
-        if self.progress.error is not None:
-            return RunnerResult(None, "not measured")
-        try:
-            trial = self.task.run(key, self.batch[key])
-        except BaseException as error:  # noqa: BLE001, raised again by whoever started the search
-            self.progress.error = error
-            return RunnerResult(None, "not measured")
-        return RunnerResult(None if trial.reason else [trial.median_us / 1e6], trial.reason or None)
+
+def _result(trial: Trial) -> Any:
+    return RunnerResult(None if trial.reason else [trial.median_us / 1e6], trial.reason or None)

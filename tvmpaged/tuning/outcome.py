@@ -6,7 +6,6 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from tvmpaged.gpu import gpu_state
 from tvmpaged.records import Record
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
@@ -22,6 +21,7 @@ def make_record(
     seed: int,
     mlflow_run_id: str | None,
     roof: MeasuredRoof | None = None,
+    gpu: dict[str, str] | None = None,
 ) -> Record:
     """Return what a search found as a record.
 
@@ -31,6 +31,8 @@ def make_record(
         What was found, and how.
     roof : MeasuredRoof, optional
         That the winner was measured beside, in turns.
+    gpu : dict, optional
+        What the driver said of the GPU.
     """
     spec: AttentionSpec = session.task.spec
     target: TargetKey = session.task.target
@@ -64,6 +66,6 @@ def make_record(
         seed=seed,
         mlflow_run_id=mlflow_run_id,
         created_at=datetime.now(UTC).replace(microsecond=0).isoformat(),
-        gpu=gpu_state(target),
+        gpu=gpu,
         **rates,
     )

@@ -28,7 +28,7 @@ from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.timing import MIN_REPEATS
 from tvmpaged.tuning.trial import REASONS, Reason, as_reason
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PHASES = ("search", "finalists", "roof")
 #: Of a measurement: what does not compile is not measured, and an interrupt says nothing.
 _REASONS = tuple(each for each in REASONS if each not in ("compile", "interrupted"))
@@ -111,6 +111,8 @@ class Results:
         UTC, ISO 8601.
     answers : tuple of Measured
         In the order they came.
+    gpu : dict or None
+        What the driver said of the GPU at the end: clocks, power state, other processes.
     """
 
     export_sha256: str
@@ -118,12 +120,12 @@ class Results:
     measured_with: dict[str, str]
     created_at: str = ""
     answers: tuple[Measured, ...] = ()
+    gpu: dict[str, str] | None = None
 
     def header(self) -> dict[str, Any]:
         """Return what an answer holds for: plain data, the same in every run that may go on."""
-        data = asdict(replace(self, created_at="", answers=()))
-        del data["answers"], data["created_at"]
-        return data
+        data = asdict(replace(self, answers=()))
+        return {name: data[name] for name in ("export_sha256", "device", "measured_with")}
 
 
 def encode(results: Results) -> bytes:
@@ -132,6 +134,7 @@ def encode(results: Results) -> bytes:
         "schema_version": SCHEMA_VERSION,
         **results.header(),
         "created_at": results.created_at,
+        "gpu": results.gpu,
         "answers": [each.as_dict() for each in results.answers],
     }
     return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
@@ -152,6 +155,7 @@ def decode(data: bytes, export: Export) -> Results:
         device=_read_device(top.fields("device")),
         measured_with=top.take("measured_with", dict),
         created_at=top.take("created_at", str),
+        gpu=_read_gpu(top.take("gpu", dict, None)),
         answers=tuple(
             Measured.read(Fields(each, f"results.answers[{index}]"))
             for index, each in enumerate(top.take_list("answers", dict))
@@ -164,6 +168,13 @@ def decode(data: bytes, export: Export) -> Results:
             asked = f"{each.phase} of {' '.join(each.keys)}"
             raise BundleError(f"answer {index} ({each.spec}, {asked}) is not believed: {why}")
     return results
+
+
+def _read_gpu(facts: dict[str, Any] | None) -> dict[str, str] | None:
+    wrong = [name for name, value in (facts or {}).items() if not isinstance(value, str)]
+    if wrong:
+        raise BundleError(f"results.gpu.{wrong[0]} must be of type str")
+    return facts
 
 
 def _read_device(entry: Fields) -> Device:

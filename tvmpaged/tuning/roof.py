@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tvmpaged.roofs import MeasuredRoof, Roof
-from tvmpaged.tuning.timing import RunQueue, Taken, timed_once
+from tvmpaged.tuning.clock import Clock
+from tvmpaged.tuning.timing import Taken
 
 MIN_ROUNDS = 5
 #: Timed calls of a turn.
@@ -19,7 +20,10 @@ MAX_SECONDS = 2.0
 
 
 def measure_roof(
-    roof: Roof, call: Callable[[], None] | None = None, amount: int = 0
+    roof: Roof,
+    make_clock: Callable[[], Clock],
+    call: Callable[[], None] | None = None,
+    amount: int = 0,
 ) -> dict[str, Any]:
     """Measure a roof; with a call of a kernel, that in turns with it.
 
@@ -31,6 +35,8 @@ def measure_roof(
     ----------
     roof : Roof
         Which.
+    make_clock : callable
+        Gives the device's clock, asked for once all have run.
     call : callable, optional
         The kernel's step.
     amount : int
@@ -43,8 +49,8 @@ def measure_roof(
     """
     contenders = [roof.call] if call is None else [roof.call, call]
     for each in contenders:
-        each()  # starts its threads, so that the queue counts them
-    queue = RunQueue()
+        each()  # starts its threads, so that the clock counts them
+    clock = make_clock()
     rounds: list[_Round] = []
     begin = time.perf_counter()
     try:
@@ -52,11 +58,11 @@ def measure_roof(
             sum(each.clean for each in rounds) < MIN_ROUNDS
             and time.perf_counter() - begin < MAX_SECONDS
         ):
-            taken = [_turn(each, queue) for each in contenders]
+            taken = [_turn(each, clock) for each in contenders]
             clean = all(each.clean for each in taken)
             rounds.append(_Round(clean, roof.rate(taken[0].us), amount / taken[-1].us / 1e3))
     finally:
-        queue.close()
+        clock.close()
     value, fraction = _summary(rounds)
     return asdict(MeasuredRoof(roof.name, value, None if call is None else fraction))
 
@@ -82,7 +88,7 @@ def _summary(rounds: list[_Round]) -> tuple[float, float]:
     return value, max(each.kernel for each in rounds) / value
 
 
-def _turn(call: Callable[[], None], queue: RunQueue) -> Taken:
+def _turn(call: Callable[[], None], clock: Clock) -> Taken:
     """Return the fastest of some calls, after one that is not timed."""
     call()
-    return min((timed_once(call, queue) for _ in range(CALLS)), key=lambda each: each.us)
+    return min((clock.once(call) for _ in range(CALLS)), key=lambda each: each.us)

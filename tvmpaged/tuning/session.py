@@ -59,7 +59,7 @@ class Session:
         while left and (count := self._batch_size()):
             batch, left = left[:count], left[count:]
             self.task.compile(batch)
-            trials = [self.task.run(choices_key(each), each) for each in batch]
+            trials = self.task.run_all(batch)
             self._took([each for each in trials if each.reason != "interrupted"])
 
     def _batch_size(self) -> int:

@@ -25,9 +25,9 @@ class Setting:
     tvm, tvm_ffi : str
         Versions it was compiled with.
     device : str
-        The CPU's own name.
+        The device's own name.
     num_threads : int
-        Threads of a kernel.
+        Threads of a kernel; of a GPU its multiprocessors.
     caches_bytes : dict
         Cache -> bytes, as one core sees them.
     rotation_bytes : int
@@ -46,10 +46,11 @@ class Setting:
     workload: Workload
 
     @classmethod
-    def here(cls, workload: Workload) -> Setting:
-        """Return this machine's setting."""
+    def here(cls, workload: Workload, device: Device | None = None) -> Setting:
+        """Return the setting of a device of this machine; by default its CPU."""
         versions = version("apache-tvm"), version("apache-tvm-ffi")
-        return cls.of(Device.here(native_target()), source_sha256(), *versions, workload)
+        device = device or Device.here(native_target())
+        return cls.of(device, source_sha256(), *versions, workload)
 
     @classmethod
     def of(

@@ -29,12 +29,15 @@ def summary(record: Record, trials: Sequence[Trial]) -> str:
         else f"{record.gflop_per_s:.1f} GFLOP/s"
     )
     roof = _roof(record)
+    facts = ", ".join(f"{name} {value}" for name, value in (record.gpu or {}).items())
+    unit = "threads" if record.target.kind == "cpu" else "multiprocessors"
     winner = "the untuned default" if record.is_default else "a candidate"
     lines = [
         f"# {record.spec}",
         "",
         f"Target {record.target}, record {record.record_id}, {record.created_at}.",
-        f"Measured on {record.device} with {record.num_threads} threads.",
+        f"Measured on {record.device} with {record.num_threads} {unit}.",
+        *([facts] if facts else []),
         "",
         f"The winner is {winner}: {record.speedup:.2f} times as fast as the default, {rate}.",
         *(["", roof] if roof else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +66,23 @@ class Task:
             if failure is not None:
                 self.answers.setdefault(failure.key, failure)
 
+    def run_all(self, batch: Sequence[Choices]) -> list[Trial]:
+        """Check and time compiled candidates, on several devices side by side; in their order."""
+
+        def run(choices: Choices) -> Trial:
+            return self.run(choices_key(choices), choices)
+
+        if self.machine.num_devices < 2:
+            return [run(each) for each in batch]
+        # What all are compared with is measured before the others.
+        alone = 0 if choices_key(self.default) in self.answers else 1
+        trials = [run(each) for each in batch[:alone]]
+        pool = ThreadPoolExecutor(self.machine.num_devices)
+        try:
+            return trials + list(pool.map(run, batch[alone:]))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
     def run(self, key: str, choices: Choices) -> Trial:
         """Check and time one compiled candidate, unless it has an answer."""
         if key not in self.answers:
@@ -114,7 +132,8 @@ class Task:
         return self.machine.path(self.spec, choices_key(choices))
 
     def _best_us(self) -> float:
-        return min((each.median_us for each in self.answers.values()), default=math.inf)
+        # A copy, because other devices' answers may come in meanwhile.
+        return min((each.median_us for each in [*self.answers.values()]), default=math.inf)
 
 
 def _middle(trials: list[Trial]) -> Trial:

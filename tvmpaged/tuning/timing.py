@@ -1,7 +1,8 @@
 """Honest times on a machine that others use too.
 
-Each call is timed by itself. A call during which one of this process's threads waited for a core
-is set aside: what it took says nothing about the kernel. Several contenders are timed in turns.
+Each call is timed by itself, by the device's own clock (`tvmpaged.tuning.clock`). A disturbed call
+is set aside, such as one during which one of this process's threads waited for a core: what it took
+says nothing about the kernel. Several contenders are timed in turns.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tvmpaged.tuning.clock import Clock
 
 MIN_REPEATS = 5
 #: Waiting for a core, as a share of a call's time, above which a call is set aside.
@@ -92,6 +97,7 @@ class RunQueue:
 
 def measure(
     calls: Sequence[Callable[[], None]],
+    make_clock: Callable[[], Clock],
     *,
     min_seconds: float,
     max_seconds: float,
@@ -104,6 +110,8 @@ def measure(
     ----------
     calls : sequence of callable
         Contenders.
+    make_clock : callable
+        Gives the device's clock, asked for once all contenders have run.
     min_seconds, max_seconds : float
         How long to go on: at least, and at most in search of undisturbed calls (but `MIN_REPEATS`
         rounds are always done).
@@ -116,12 +124,12 @@ def measure(
     """
     for call in calls:
         call()  # pages, caches, branch predictors, and the pool's threads
-    queue = RunQueue()
+    clock = make_clock()
     rounds: list[list[Taken]] = []
     begin = time.perf_counter()
     try:
         while True:
-            rounds.append(_round(calls, len(rounds), queue))
+            rounds.append(_round(calls, len(rounds), clock))
             seconds = time.perf_counter() - begin
             if len(rounds) < MIN_REPEATS:
                 continue
@@ -131,7 +139,7 @@ def measure(
             if lost or enough or clean >= max_repeats or seconds >= max_seconds:
                 break
     finally:
-        queue.close()
+        clock.close()
     chosen = _undisturbed(rounds)
     return [
         Samples(
@@ -143,15 +151,15 @@ def measure(
     ]
 
 
-def _round(calls: Sequence[Callable[[], None]], index: int, queue: RunQueue) -> list[Taken]:
+def _round(calls: Sequence[Callable[[], None]], index: int, clock: Clock) -> list[Taken]:
     """Time each contender once, beginning with another one each round."""
     order = [(index + turn) % len(calls) for turn in range(len(calls))]
-    taken = {which: timed_once(calls[which], queue) for which in order}
+    taken = {which: clock.once(calls[which]) for which in order}
     return [taken[which] for which in range(len(calls))]
 
 
-def timed_once(call: Callable[[], None], queue: RunQueue) -> Taken:
-    """Time one call, and tell whether it was disturbed."""
+def timed_once(call: Callable[[], Any], queue: RunQueue) -> Taken:
+    """Time one call on the CPU, and tell whether it was disturbed."""
     waited = queue.waited_ns()
     begin = time.perf_counter_ns()
     call()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tvmpaged import records, schedules
 from tvmpaged.errors import UserError
 from tvmpaged.records import Record
 from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning.device import Device, Watch
 from tvmpaged.tuning.finalists import decide
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import TrialLog, open_log
@@ -50,6 +51,10 @@ class Settings:
         Tracking server; None takes MLFLOW_TRACKING_URI or the default.
     use_mlflow : bool
         Whether runs are logged.
+    devices : tuple of str
+        GPUs that measure side by side, such as ``cuda:0``; by default the first, or the CPU.
+    allow_busy : bool
+        Whether to measure on a GPU that others compute on.
     """
 
     trials: int = 64
@@ -60,11 +65,13 @@ class Settings:
     num_kv_heads: Mapping[int, int] | None = None
     mlflow_uri: str | None = None
     use_mlflow: bool = True
+    devices: tuple[str, ...] = ()
+    allow_busy: bool = False
 
-    def workload(self, spec: AttentionSpec) -> Workload:
-        """Return what a spec is measured on."""
+    def workload(self, spec: AttentionSpec, kind: str) -> Workload:
+        """Return what a spec is measured on, on a kind of device."""
         heads = (self.num_kv_heads or {}).get(spec.group_size, DEFAULT_NUM_KV_HEADS)
-        return Workload.representative(spec, heads)
+        return Workload.representative(spec, heads, kind)
 
 
 @dataclass
@@ -83,6 +90,8 @@ class Work:
         Where it is logged.
     on_status : callable
         Told of each batch.
+    watch : Watch
+        The GPUs that are measured on.
     """
 
     spec: AttentionSpec
@@ -92,6 +101,7 @@ class Work:
     deadline: float
     runs: RunLog | None
     on_status: Callable[[Status], None]
+    watch: Watch = field(default_factory=Watch)
 
     def run(self) -> Record:
         """Search, decide, and write the record.
@@ -103,7 +113,8 @@ class Work:
         UserError
             When another process writes the log, or the default cannot be measured.
         """
-        setting = Setting.here(self.settings.workload(self.spec))
+        device = Device.here(self.target, self.watch.gpus)
+        setting = Setting.here(self.settings.workload(self.spec, self.target.kind), device)
         folder = records.folder(self.settings.work_dir, self.target, self.spec)
         with open_log(folder) as log:
             session, tracked = self._start(log, setting)
@@ -118,7 +129,9 @@ class Work:
             run_id = tracked.run_id()
             roof = session.task.measure_roof(beside=result.choices)
             log.roof(roof)
-            record = make_record(session, setting, result, self.settings.seed, run_id, roof)
+            record = make_record(
+                session, setting, result, self.settings.seed, run_id, roof, self.watch.state()
+            )
             files = [records.save(self.settings.work_dir, record)]
             files += [write_summary(folder, record, list(session.trials.values()))]
             files += self._explain(record) if self.runs is not None else []
@@ -206,7 +219,7 @@ class Work:
         return path
 
     def _explain(self, record: Record) -> list[Path]:
-        """Write the winner's program and assembly; return the files."""
+        """Write the winner's program and assembly or CUDA source; return the files."""
         path = self.machine.path(self.spec, "winner")
         request = {
             "spec": str(self.spec),
@@ -215,8 +228,8 @@ class Work:
             "path": str(path),
             "explain": True,
         }
-        self.machine.compilers[0].ask(request, 120.0, self.machine.interrupted)
-        return [path.with_suffix(".py"), path.with_suffix(".s")]
+        answer = self.machine.compilers[0].ask(request, 120.0, self.machine.interrupted)
+        return [Path(each) for each in answer.reply.get("files", [])]
 
     def _tell(self, session: Session, phase: str) -> None:
         self.on_status(session.status(phase))

@@ -8,10 +8,11 @@ from typing import Any
 from tvmpaged.spec import DTYPE_BYTES, AttentionSpec
 
 DEFAULT_NUM_KV_HEADS = 8
-DECODE_BATCH = 8
-DECODE_CONTEXT = 1024
+#: By the kind of device: sequences of a decode step, and the mean of their lengths.
+DECODE_BATCH = {"cpu": 8, "cuda": 32}
+DECODE_CONTEXT = {"cpu": 1024, "cuda": 4096}
 #: (new tokens, all tokens) of a prefill step: a whole prompt, and a chunk over cached context.
-PREFILL_SEQUENCES = ((512, 512), (256, 1024))
+PREFILL_SEQUENCES = {"cpu": ((512, 512), (256, 1024)), "cuda": ((4096, 4096), (1024, 8192))}
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,19 @@ class Workload:
 
     @classmethod
     def representative(
-        cls, spec: AttentionSpec, num_kv_heads: int = DEFAULT_NUM_KV_HEADS
+        cls, spec: AttentionSpec, num_kv_heads: int = DEFAULT_NUM_KV_HEADS, kind: str = "cpu"
     ) -> Workload:
-        """Return the step a spec is tuned on unless another is named.
+        """Return the step a spec is tuned on, on a kind of device, unless another is named.
 
         Decode: a batch whose lengths spread evenly from three to five quarters of their mean, so
         that neither whole blocks nor equal shares of work come for free.
         """
         if spec.kernel == "decode":
-            spread = range(DECODE_BATCH)
-            first, step = DECODE_CONTEXT * 3 // 4, DECODE_CONTEXT // 2 // (DECODE_BATCH - 1)
-            return cls(num_kv_heads, (1,) * DECODE_BATCH, tuple(first + i * step for i in spread))
-        q_lens, seq_lens = zip(*PREFILL_SEQUENCES, strict=True)
+            batch, context = DECODE_BATCH[kind], DECODE_CONTEXT[kind]
+            first, step = context * 3 // 4, context // 2 // (batch - 1)
+            lengths = tuple(first + index * step for index in range(batch))
+            return cls(num_kv_heads, (1,) * batch, lengths)
+        q_lens, seq_lens = zip(*PREFILL_SEQUENCES[kind], strict=True)
         return cls(num_kv_heads, q_lens, seq_lens)
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
