@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tvmpaged.cpu import num_threads
 from tvmpaged.layout import layout_of
+from tvmpaged.planning.items import workers_on
 from tvmpaged.planning.step import check_step
 from tvmpaged.runtime.attention_kernels import attention_specs, check_count, load_kernels
 from tvmpaged.runtime.cache_format import CacheFormat
 from tvmpaged.runtime.kernel_set import KINDS
 from tvmpaged.runtime.launch import Launch
-from tvmpaged.runtime.plan import PHASES, Buffers, Plan, make_plan
+from tvmpaged.runtime.place import place_of
+from tvmpaged.runtime.plan import PHASES, Plan, make_plan
+from tvmpaged.runtime.plan_memory import Buffers
 
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
@@ -43,8 +45,10 @@ class PagedAttention:
         ``[num_blocks, block_size, num_kv_heads, head_dim]``; ``native``: the bundle's fastest. The
         attribute of this name then says which (see `tvmpaged.layout`), and `write_kv` and `read_kv`
         convert.
-    device : str
-        ``cpu``.
+    device : str or torch.device
+        ``cpu``, or a GPU such as ``cuda:0``. There caches, q, k, v and out lie on it, calls queue
+        their work on torch's current stream, and the block stride of a cache is a multiple of 16
+        bytes.
     bundle : path, optional
         A bundle to look in before the search path.
     strict : bool
@@ -79,8 +83,10 @@ class PagedAttention:
         allow_reference: bool = False,
     ) -> None:
         specs = attention_specs(
-            num_qo_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_layout, device
+            num_qo_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_layout
         )
+        self._place = place_of(device)
+        self.device = self._place.device
         self.num_qo_heads = int(num_qo_heads)
         self.num_kv_heads = int(num_kv_heads)
         self.head_dim = specs["decode"].head_dim
@@ -88,14 +94,16 @@ class PagedAttention:
         self.dtype = getattr(torch, specs["decode"].q_dtype)
         self.kv_dtype = getattr(torch, specs["decode"].kv_dtype)
         self.batch_invariant = batch_invariant
-        self._kernels = load_kernels(specs, bundle, strict, allow_reference)
+        self._kernels = load_kernels(specs, bundle, strict, allow_reference, self._place)
         decode = self._kernels["decode"]
         self.kv_layout = layout_of(decode.spec, decode.choices)
-        self._caches = CacheFormat(
-            self.num_kv_heads, self.head_dim, self.block_size, self.kv_dtype, self.kv_layout
-        )
+        sizes = self.num_kv_heads, self.head_dim, self.block_size
+        self._caches = CacheFormat(*sizes, self.kv_dtype, self.kv_layout, self._place)
         self._launch = Launch(self._kernels, self._caches, self.num_qo_heads, self.dtype)
-        self._num_workers = num_threads()
+        self._num_workers = {
+            phase: workers_on(self._place.num_units, self._kernels[phase].choices)
+            for phase in PHASES
+        }
         self._last_plan: Callable[[], Plan | None] = lambda: None
         #: Memory of the last two plans: where a step's plan replaces the last one's, that is alive
         #: while the next is made.
@@ -120,9 +128,9 @@ class PagedAttention:
         """Return the reasons why such an instance cannot be made; empty when it can."""
         try:
             specs = attention_specs(
-                num_qo_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_layout, device
+                num_qo_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype, kv_layout
             )
-            load_kernels(specs, bundle, strict, allow_reference)
+            load_kernels(specs, bundle, strict, allow_reference, place_of(device))
         except (ValueError, TypeError, FileNotFoundError) as error:
             return [str(error)]
         return []
@@ -191,9 +199,12 @@ class PagedAttention:
         causal: bool = True,
         *,
         into: Plan | None = None,
+        max_seq_len: int | None = None,
         window_left: int | None = None,
     ) -> Plan:
         """Plan one step; once per step, shared by all layers.
+
+        The plan is made on the CPU from arrays that lie there; a GPU's tensor has to be waited for.
 
         Parameters
         ----------
@@ -209,6 +220,11 @@ class PagedAttention:
         into : Plan, optional
             A plan whose memory is reused, and which does not run any more then; the capacity is
             that of the first plan made in this memory.
+        max_seq_len : int, optional
+            Lay the memory out for sequences up to this length, so that what `run` and `append_kv`
+            launch stays the same in all plans made `into` it: a CUDA graph that was captured with
+            this plan serves those. Each of them has the same new tokens per sequence; an absent
+            sequence is one of length 0.
         window_left : None
             Sliding windows are not supported yet.
 
@@ -228,6 +244,13 @@ class PagedAttention:
             raise TypeError(f"causal={causal!r} must be a bool")
         if into is not None and not isinstance(into, Plan):
             raise TypeError(f"into must come from plan(); got {type(into).__name__}")
+        if max_seq_len is not None:
+            if into is not None:
+                raise ValueError(f"max_seq_len={max_seq_len}: into= keeps what its first plan had")
+            max_seq_len = check_count("max_seq_len", max_seq_len)
+        # A framed plan's memory is as large as its longest, and on a GPU what ran before may still
+        # be reading: then memory is torch's to give.
+        is_fresh = into is not None or max_seq_len is not None or self._place.is_gpu
         step = check_step(query_start_loc, seq_lens, block_table, self.block_size)
         plan = make_plan(
             step,
@@ -238,14 +261,20 @@ class PagedAttention:
             head_dim_v=self.head_dim,
             causal=causal,
             num_workers=self._num_workers,
+            block_size=self.block_size,
+            place=self._place,
+            max_seq_len=max_seq_len,
             into=into,
-            spare=next((each for each in self._memory if each.owner() is None), None),
+            spare=None if is_fresh else self._spare(),
         )
         self._last_plan = plan.buffers.owner
         others = [each for each in self._memory if each is not plan.buffers]
         # Memory that was passed as `into` is its owner's to give away.
-        self._memory = [*others[-1:], plan.buffers] if into is None else others
+        self._memory = others if is_fresh else [*others[-1:], plan.buffers]
         return plan
+
+    def _spare(self) -> Buffers | None:
+        return next((each for each in self._memory if each.owner() is None), None)
 
     def append_kv(
         self, k: Any, v: Any, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: Any

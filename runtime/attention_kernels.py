@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from tvmpaged.bundle import build_command
-from tvmpaged.cpu import native_target
 from tvmpaged.layout import layout_of
 from tvmpaged.runtime.kernel_set import Kernel, load_kernel, rank_of
+from tvmpaged.runtime.place import Place
 from tvmpaged.runtime.plan import PHASES
 from tvmpaged.runtime.reference_kernels import reference_kernel
 from tvmpaged.spec import DTYPES, LAYOUTS, MAX_GROUP_SIZE, AttentionSpec, native_family
@@ -38,7 +37,6 @@ def attention_specs(
     dtype: Any,
     kv_dtype: Any,
     kv_layout: str | None,
-    device: str | torch.device,
 ) -> dict[str, AttentionSpec]:
     """Return the spec of each kernel an instance needs; refuses what none can serve.
 
@@ -59,8 +57,6 @@ def attention_specs(
             f"num_qo_heads={num_qo_heads} is more than {MAX_GROUP_SIZE} times "
             f"num_kv_heads={num_kv_heads}"
         )
-    if str(device) != "cpu":
-        raise ValueError(f"device={str(device)!r} is not supported yet; allowed: 'cpu'")
     layout = "HND" if kv_layout is None else kv_layout
     for name, allowed, given in (
         ("dtype", DTYPES, dtype),
@@ -85,11 +81,16 @@ def _fixed_family(spec: AttentionSpec) -> dict[str, AttentionSpec]:
 
 
 def load_kernels(
-    specs: dict[str, AttentionSpec], bundle: Any, strict: bool, allow_reference: bool
+    specs: dict[str, AttentionSpec],
+    bundle: Any,
+    strict: bool,
+    allow_reference: bool,
+    place: Place,
 ) -> dict[str, Kernel]:
     """Load each kernel; `strict` concerns the two that have specialised artifacts.
 
-    The reference is no artifact at all, so `strict` is stronger than `allow_reference`.
+    The reference is no artifact at all, so `strict` is stronger than `allow_reference`; and it
+    computes on the CPU alone.
 
     Raises
     ------
@@ -99,35 +100,39 @@ def load_kernels(
     if bundle is not None and not isinstance(bundle, str | os.PathLike):
         raise TypeError(f"bundle={bundle!r} must be a path")
     path = None if bundle is None else os.fspath(bundle)
-    if specs["decode"].layout == "native" and not _prefers_native(specs, path, strict):
+    if specs["decode"].layout == "native" and not _prefers_native(specs, path, strict, place):
         specs = specs | _fixed_family(replace(specs["decode"], layout="HND"))
 
     def load(name: str, spec: AttentionSpec) -> Kernel:
         try:
-            return load_kernel(spec, path, strict and name in PHASES)
+            return load_kernel(spec, path, strict and name in PHASES, place)
         except FileNotFoundError:
-            if strict or not allow_reference:
+            if strict or not allow_reference or place.is_gpu:
                 raise
             return reference_kernel(spec)
 
     kernels = {name: load(name, spec) for name, spec in specs.items()}
-    _check_layouts(kernels)
+    _check_layouts(kernels, place)
     return kernels
 
 
-def _prefers_native(specs: dict[str, AttentionSpec], bundle: str | None, strict: bool) -> bool:
+def _prefers_native(
+    specs: dict[str, AttentionSpec], bundle: str | None, strict: bool, place: Place
+) -> bool:
     """Tell whether bundles hold all native kernels, and none for HND that goes before them."""
     native = [
-        rank_of(specs[name], bundle, strict and name in PHASES) for name in (*PHASES, "append_kv")
+        rank_of(specs[name], bundle, strict and name in PHASES, place)
+        for name in (*PHASES, "append_kv")
     ]
     if None in native:
         return False
-    others = [rank_of(replace(specs[phase], layout="HND"), bundle, strict) for phase in PHASES]
+    hnd = [replace(specs[phase], layout="HND") for phase in PHASES]
+    others = [rank_of(each, bundle, strict, place) for each in hnd]
     # Decode is compared first; a tie goes to native.
     return None in others or native[: len(PHASES)] <= others
 
 
-def _check_layouts(kernels: dict[str, Kernel]) -> None:
+def _check_layouts(kernels: dict[str, Kernel], place: Place) -> None:
     """Refuse kernels that would read a cache otherwise than it is written."""
     found = {
         name: layout_of(kernels[name].spec, kernels[name].choices)
@@ -142,5 +147,5 @@ def _check_layouts(kernels: dict[str, Kernel]) -> None:
         raise FileNotFoundError(
             f"the native kernels beside {spec} do not agree on the cache's layout:\n"
             + "\n".join(lines)
-            + f"\nbuild them together: {build_command(spec, native_target(), True)} --replace"
+            + f"\nbuild them together: {build_command(spec, place.target, True)} --replace"
         )

@@ -11,6 +11,7 @@ import torch
 
 from tvmpaged.layout import inner_shape, read_rows
 from tvmpaged.runtime.indices import check_slots
+from tvmpaged.runtime.place import Place, place_of
 from tvmpaged.runtime.tensors import check_cache, zero_pages
 
 #: What a process can address on x86-64 without five-level paging.
@@ -31,6 +32,8 @@ class CacheFormat:
         Of the elements.
     layout : str
         ``HND``, ``NHD`` or one of `tvmpaged.layout.NATIVE_LAYOUTS`.
+    place : Place
+        Where they lie.
     """
 
     num_kv_heads: int
@@ -38,6 +41,7 @@ class CacheFormat:
     block_size: int
     dtype: torch.dtype
     layout: str
+    place: Place
 
     @cached_property
     def inner(self) -> tuple[int, int, int]:
@@ -58,12 +62,15 @@ class CacheFormat:
         if needed > ADDRESS_SPACE_BYTES:
             raise ValueError(f"{too_much}; a process has {ADDRESS_SPACE_BYTES}")
         try:
-            return [
-                (zero_pages(shape, self.dtype), zero_pages(shape, self.dtype))
-                for _ in range(num_layers)
-            ]
-        except OSError as error:
-            raise ValueError(f"{too_much}; this machine refuses them: {error}") from error
+            return [(self._zeros(shape), self._zeros(shape)) for _ in range(num_layers)]
+        # Of the system, and of torch's allocator on a GPU.
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise ValueError(f"{too_much}; {self.place.device} refuses them: {error}") from error
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.place.is_gpu:
+            return torch.zeros(shape, dtype=self.dtype, device=self.place.device)
+        return zero_pages(shape, self.dtype)
 
     def check(self, k_cache: Any, v_cache: Any) -> Pair:
         """Return one layer's caches as kernels take them.
@@ -73,9 +80,9 @@ class CacheFormat:
         ValueError, TypeError
             Naming the argument, its value and what is allowed.
         """
-        inner = self.inner
-        k_cache = check_cache("k_cache", k_cache, inner, self.dtype)
-        v_cache = check_cache("v_cache", v_cache, inner, self.dtype)
+        inner, device = self.inner, self.place.device
+        k_cache = check_cache("k_cache", k_cache, inner, self.dtype, device)
+        v_cache = check_cache("v_cache", v_cache, inner, self.dtype, device)
         num_blocks = k_cache.shape[0], v_cache.shape[0]
         if num_blocks[0] != num_blocks[1]:
             raise ValueError(f"k_cache has {num_blocks[0]} blocks, but v_cache has {num_blocks[1]}")
@@ -84,9 +91,11 @@ class CacheFormat:
     def read(self, k_cache: Any, v_cache: Any, slot_mapping: Any) -> Pair:
         """Return the K and V rows that stand in slots; see `PagedAttention.read_kv`."""
         k_cache, v_cache = self.check(k_cache, v_cache)
-        slots = check_slots(slot_mapping, len(k_cache) * self.block_size, distinct=False)
+        num_slots = len(k_cache) * self.block_size
+        slots = check_slots(slot_mapping, num_slots, place_of(), distinct=False)
         if len(slots) and int(slots.min()) < 0:
             raise ValueError("slot_mapping names slot -1, which holds nothing to read")
+        slots = self.place.put(slots)
         block = torch.div(slots, self.block_size, rounding_mode="floor")
         k, v = (
             read_rows(cache, which, self.layout, self.block_size, block, slots % self.block_size)

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from tvmpaged.planning.indices import check_distinct_slots, index_array
+from tvmpaged.runtime.place import Place
 
 
-def check_slots(value: Any, num_slots: int, *, distinct: bool = True) -> torch.Tensor:
-    """Return a slot mapping as an aligned ``[num_tokens]`` int64 tensor.
+def check_slots(value: Any, num_slots: int, place: Place, *, distinct: bool = True) -> torch.Tensor:
+    """Return a slot mapping as an aligned ``[num_tokens]`` int64 tensor of a device.
 
     Parameters
     ----------
@@ -19,6 +20,8 @@ def check_slots(value: Any, num_slots: int, *, distinct: bool = True) -> torch.T
         Slots; -1 skips a token.
     num_slots : int
         Slots of the cache.
+    place : Place
+        Where the tensor is to lie.
     distinct : bool
         Whether a slot may appear only once.
 
@@ -35,11 +38,12 @@ def check_slots(value: Any, num_slots: int, *, distinct: bool = True) -> torch.T
         )
     if distinct:
         check_distinct_slots("slot_mapping", slots)
-    return torch.empty(len(slots), dtype=torch.int64).copy_(torch.from_numpy(slots))
+    aligned = torch.empty(len(slots), dtype=torch.int64).copy_(torch.from_numpy(slots))
+    return place.put(aligned)
 
 
-def check_copies(value: Any, num_blocks: int) -> torch.Tensor:
-    """Return block copies as an aligned ``[num_copies, 2]`` int32 tensor.
+def check_copies(value: Any, num_blocks: int, place: Place) -> torch.Tensor:
+    """Return block copies as an aligned ``[num_copies, 2]`` int32 tensor of a device.
 
     Parameters
     ----------
@@ -47,6 +51,8 @@ def check_copies(value: Any, num_blocks: int) -> torch.Tensor:
         (source, destination) pairs; may be empty.
     num_blocks : int
         Blocks of the cache.
+    place : Place
+        Where the tensor is to lie.
 
     Raises
     ------
@@ -69,4 +75,5 @@ def check_copies(value: Any, num_blocks: int) -> torch.Tensor:
     both = np.intersect1d(copies[:, 0], destinations)
     if len(both):
         raise ValueError(f"block_copies has block {both[0]} as a source and as a destination")
-    return torch.empty(copies.shape, dtype=torch.int32).copy_(torch.from_numpy(copies))
+    aligned = torch.empty(copies.shape, dtype=torch.int32).copy_(torch.from_numpy(copies))
+    return place.put(aligned)

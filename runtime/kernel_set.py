@@ -6,7 +6,6 @@ requests; it hands out functions.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -15,11 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from tvmpaged import tvm_libs
 from tvmpaged.bundle import Artifact, Found, find, host_for
-from tvmpaged.cpu import native_target, num_threads
+from tvmpaged.cpu import num_threads
 from tvmpaged.freshness import freshness
-from tvmpaged.spec import AttentionSpec
+from tvmpaged.runtime.place import Place, place_of
+from tvmpaged.spec import AttentionSpec, TargetKey
 
 #: Turns of its loop that an idle thread of TVM's pool spins before it sleeps: enough to bridge the
 #: time between two layers, bounded so that torch's threads get the cores back.
@@ -30,6 +32,8 @@ KINDS = ("tuned", "default", "compiled", "generic", "reference")
 
 #: Set to 1, what no bundle has is compiled when it is first asked for.
 COMPILE_VARIABLE = "TVMPAGED_COMPILE_ON_MISS"
+#: Set to 1, each call of a GPU's kernel is a range that names its spec for a profiler.
+NVTX_VARIABLE = "TVMPAGED_NVTX"
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,13 @@ class Kernel:
         return str(self.description["kind"])
 
 
-def load_kernel(spec: AttentionSpec, bundle: str | None = None, strict: bool = False) -> Kernel:
-    """Find and load the artifact that serves a spec on this machine's CPU.
+def load_kernel(
+    spec: AttentionSpec,
+    bundle: str | None = None,
+    strict: bool = False,
+    place: Place | None = None,
+) -> Kernel:
+    """Find and load the artifact that serves a spec on a device of this machine.
 
     Parameters
     ----------
@@ -70,6 +79,8 @@ def load_kernel(spec: AttentionSpec, bundle: str | None = None, strict: bool = F
         A bundle to look in first.
     strict : bool
         Take only an artifact specialised for exactly this spec and this machine.
+    place : Place, optional
+        The device; by default the CPU.
 
     With ``TVMPAGED_COMPILE_ON_MISS=1`` in the environment, and the compiler installed, what no
     bundle has is compiled in a child process into the user's cache.
@@ -79,39 +90,44 @@ def load_kernel(spec: AttentionSpec, bundle: str | None = None, strict: bool = F
     FileNotFoundError
         When none can serve; lists every candidate and why it was rejected.
     """
-    host = host_for(native_target())
+    place = place or place_of()
+    host = host_for(place.target)
     compiled = False
     try:
         found = find(spec, host, bundle, strict)
     except FileNotFoundError as miss:
         if os.environ.get(COMPILE_VARIABLE) != "1":
             raise
-        _compile(spec, miss)
+        _compile(spec, place.target, miss)
         compiled = True
         found = find(spec, host, bundle, strict)
     artifact = found.accepted.artifact
     return Kernel(
-        call=_load(found, artifact.sha256),
+        call=_load(found, artifact.sha256, place),
         spec=spec,
         choices=dict(artifact.choices),
-        description=_describe(found, artifact, compiled),
+        description=_describe(found, artifact, place.target, compiled),
     )
 
 
 def rank_of(
-    spec: AttentionSpec, bundle: str | None = None, strict: bool = False
+    spec: AttentionSpec,
+    bundle: str | None = None,
+    strict: bool = False,
+    place: Place | None = None,
 ) -> tuple[int, int, int] | None:
     """Return how good the artifact is that `load_kernel` would take (less is better).
 
     None where there is none; nothing is compiled or loaded.
     """
     try:
-        return find(spec, host_for(native_target()), bundle, strict).accepted.rank
+        host = host_for((place or place_of()).target)
+        return find(spec, host, bundle, strict).accepted.rank
     except FileNotFoundError:
         return None
 
 
-def _compile(spec: AttentionSpec, miss: FileNotFoundError) -> None:
+def _compile(spec: AttentionSpec, target: TargetKey, miss: FileNotFoundError) -> None:
     """Compile a spec into the user's cache, in a process of its own.
 
     Raises
@@ -119,7 +135,7 @@ def _compile(spec: AttentionSpec, miss: FileNotFoundError) -> None:
     FileNotFoundError
         When it cannot be compiled: what was missing, and what the compiler said.
     """
-    command = [sys.executable, "-m", "tvmpaged", "package", "--target", "native"]
+    command = [sys.executable, "-m", "tvmpaged", "package", "--target", str(target)]
     done = subprocess.run(
         [*command, "--spec", str(spec), "--install"], capture_output=True, text=True, check=False
     )
@@ -129,7 +145,8 @@ def _compile(spec: AttentionSpec, miss: FileNotFoundError) -> None:
         ) from miss
 
 
-def _describe(found: Found, artifact: Artifact, compiled: bool) -> dict[str, Any]:
+def _describe(found: Found, artifact: Artifact, here: TargetKey, compiled: bool) -> dict[str, Any]:
+    measured = artifact.measured_on, artifact.num_threads
     return {
         "kind": "compiled" if compiled else found.accepted.kind,
         "target": str(found.accepted.target),
@@ -140,7 +157,7 @@ def _describe(found: Found, artifact: Artifact, compiled: bool) -> dict[str, Any
         "mlflow_run": artifact.mlflow_run_id,
         "measured_us": artifact.measured_us,
         "measured_on": artifact.measured_on,
-        "state": freshness(artifact.source_sha256, artifact.measured_on, artifact.num_threads),
+        "state": freshness(here, artifact.source_sha256, *measured),
         "why": found.accepted.why,
     }
 
@@ -148,16 +165,52 @@ def _describe(found: Found, artifact: Artifact, compiled: bool) -> dict[str, Any
 _LOADED: dict[str, Callable[..., Any]] = {}
 
 
-def _load(found: Found, sha256: str) -> Callable[..., Any]:
+def _load(found: Found, sha256: str, place: Place) -> Callable[..., Any]:
     """Load an artifact once per process: same bytes, same function."""
     if sha256 not in _LOADED:
-        _load_runtime()
+        _load_runtime(place.device.type)
         import tvm_ffi
 
         with found.open() as path:
             module = tvm_ffi.load_module(str(path))
-        _LOADED[sha256] = _refuse_after_fork(module.get_function(found.accepted.artifact.symbol))
+        artifact = found.accepted.artifact
+        call = module.get_function(artifact.symbol)
+        if place.is_gpu:
+            _LOADED[sha256] = on_gpu(call, f"tvmpaged {artifact.spec}")
+        else:
+            _LOADED[sha256] = _refuse_after_fork(call)
     return _LOADED[sha256]
+
+
+def on_gpu(call: Callable[..., Any], name: str, cuda: Any = torch.cuda) -> Callable[..., Any]:
+    """Return a GPU's function so that it leaves no trace in torch, and profilers see its name.
+
+    tvm_ffi lets kernels run on torch's current stream of their tensors' GPU. TVM makes that GPU the
+    current one and leaves it so; torch's callers expect theirs back.
+
+    Parameters
+    ----------
+    call : callable
+        Of the artifact.
+    name : str
+        Of its range for NVIDIA's profilers, under ``TVMPAGED_NVTX=1``.
+    cuda : module
+        ``torch.cuda``, or what stands in for it where there is no GPU.
+    """
+
+    def keep_device(*arguments: Any) -> None:
+        with cuda.device(cuda.current_device()):
+            call(*arguments)
+
+    def in_range(*arguments: Any) -> None:
+        cuda.nvtx.range_push(name)
+        try:
+            inner(*arguments)
+        finally:
+            cuda.nvtx.range_pop()
+
+    inner = keep_device if cuda.device_count() > 1 else call
+    return in_range if os.environ.get(NVTX_VARIABLE) == "1" else inner
 
 
 @dataclass
@@ -193,15 +246,14 @@ def _refuse_after_fork(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _load_runtime() -> None:
-    """Make TVM's runtime functions (its thread pool above all) available to artifacts."""
+def _load_runtime(kind: str) -> None:
+    """Make TVM's runtime functions (its thread pool above all) available to a kind's artifacts."""
     # The pool reads these when it first runs. Unless told, it takes half of the cores and pins the
     # calling thread, with all that torch does there, to one of them.
     os.environ["TVM_NUM_THREADS"] = str(num_threads())
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", SPIN_COUNT)
     os.register_at_fork(after_in_child=_THREADS.note_fork)
-    if sys.modules.get("tvm") is None:  # the compiler brings its own copy
-        import tvm_ffi  # noqa: F401, the library links to it
+    import tvm_ffi  # noqa: F401, the libraries link to it
 
-        ctypes.CDLL(str(tvm_libs.find()), ctypes.RTLD_GLOBAL)
+    tvm_libs.load(kind)

@@ -46,6 +46,7 @@ class Launch:
     ) -> None:
         self._calls = {name: kernel.call for name, kernel in kernels.items()}
         self._caches = caches
+        self._place = caches.place
         self._row = (num_qo_heads, caches.head_dim)
         self._block = caches.inner
         self._dtype = dtype
@@ -126,7 +127,7 @@ class Launch:
                 f"{k_cache.shape[0]} blocks"
             )
         num_tokens = plan.num_tokens
-        rows = check_rows("q", q, *self._row, self._dtype, stage=True)
+        rows = check_rows("q", q, *self._row, self._dtype, self._place.device, stage=True)
         if rows.shape[0] < num_tokens:
             raise ValueError(f"q has {rows.shape[0]} tokens, but the plan has {num_tokens}")
         result = self._out(out, rows, num_tokens)
@@ -135,10 +136,10 @@ class Launch:
 
     def _out(self, out: Any, q: torch.Tensor, num_tokens: int) -> torch.Tensor:
         if out is None:
-            result = torch.empty(q.shape, dtype=self._dtype)
+            result = torch.empty(q.shape, dtype=self._dtype, device=self._place.device)
             result[num_tokens:] = 0
             return result
-        result = check_rows("out", out, *self._row, self._dtype, stage=False)
+        result = check_rows("out", out, *self._row, self._dtype, self._place.device, stage=False)
         if result.shape[0] < num_tokens:
             raise ValueError(f"out has {result.shape[0]} tokens, but the plan has {num_tokens}")
         return result
@@ -188,9 +189,8 @@ class Launch:
             The last one. Its slots were checked when it was made.
         """
         k_cache, v_cache = self._caches.check(k_cache, v_cache)
-        row = (self._caches.num_kv_heads, self._caches.head_dim)
-        k = check_rows("k", k, *row, self._dtype, stage=True)
-        v = check_rows("v", v, *row, self._dtype, stage=True)
+        row = self._caches.num_kv_heads, self._caches.head_dim, self._dtype, self._place.device
+        k, v = check_rows("k", k, *row, stage=True), check_rows("v", v, *row, stage=True)
         slots = self._slots(slot_mapping, len(k_cache) * self._caches.block_size, plan)
         count = len(slots)
         if not len(k) >= count <= len(v):
@@ -204,10 +204,12 @@ class Launch:
             plan is not None
             and slot_mapping is plan.slot_mapping
             and plan.max_slot < num_slots
-            and torch.equal(slot_mapping, plan.slots)  # else someone has written to it
+            and plan.slot_version == slot_mapping._version  # else someone has written to it
+            # A CPU's array may be written to without torch; a GPU's tensors are one.
+            and (slot_mapping is plan.slots or torch.equal(slot_mapping, plan.slots))
         ):
             return plan.slots
-        return check_slots(slot_mapping, num_slots)
+        return check_slots(slot_mapping, num_slots, self._place)
 
     def copy(self, k_caches: Sequence[Any], v_caches: Sequence[Any], block_copies: Any) -> None:
         """Copy whole blocks of all layers; see `PagedAttention.copy_blocks`."""
@@ -216,7 +218,7 @@ class Launch:
         layers = [self._caches.check(k, v) for k, v in zip(k_caches, v_caches, strict=True)]
         if not layers:
             raise ValueError("k_cache has no layers")
-        copies = check_copies(block_copies, min(len(k) for k, _ in layers))
+        copies = check_copies(block_copies, min(len(k) for k, _ in layers), self._place)
         if len(copies):
             for cache in (each for layer in layers for each in layer):
                 blocks = cache.as_strided(

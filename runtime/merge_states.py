@@ -11,14 +11,15 @@ import torch
 
 from tvmpaged.bundle.search import BUNDLE_VARIABLE
 from tvmpaged.runtime.kernel_set import Kernel, load_kernel
+from tvmpaged.runtime.place import Place, place_of
 from tvmpaged.runtime.tensors import as_tensor, check_plain, check_rows
 from tvmpaged.spec import AttentionSpec, dtype_name
 
 
 @cache
-def _merge_kernel(dtype: str, _search_path: str | None) -> Kernel:
-    """Return the merge kernel, looked for once per search path."""
-    return load_kernel(AttentionSpec.make("merge", dtype))
+def _merge_kernel(dtype: str, place: Place, _search_path: str | None) -> Kernel:
+    """Return a device's merge kernel, looked for once per search path."""
+    return load_kernel(AttentionSpec.make("merge", dtype), place=place)
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -27,7 +28,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     Parameters
     ----------
     out_a, out_b : tensor
-        ``[num_tokens, num_qo_heads, head_dim]``, one dtype.
+        ``[num_tokens, num_qo_heads, head_dim]``, one dtype and device; it is done there.
     lse_a, lse_b : tensor
         ``[num_tokens, num_qo_heads]`` float32, natural log; a part with -inf saw nothing and is
         ignored whatever its values are.
@@ -57,12 +58,13 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         raise ValueError(
             f"out_b has shape {tuple(second.shape)}, but out_a has {tuple(first.shape)}"
         )
+    place = place_of(first.device)
     outs = [
-        check_rows(name, value, heads, dim, first.dtype, stage=True)
+        check_rows(name, value, heads, dim, first.dtype, place.device, stage=True)
         for name, value in (("out_a", out_a), ("out_b", out_b))
     ]
     lses = [
-        check_plain(name, value, torch.float32, written=False)
+        check_plain(name, value, torch.float32, place.device, written=False)
         for name, value in (("lse_a", lse_a), ("lse_b", lse_b))
     ]
     for name, lse in zip("ab", lses, strict=True):
@@ -71,11 +73,13 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
                 f"lse_{name} has shape {tuple(lse.shape)}; for out_a's {tuple(first.shape)} it "
                 f"must be {(tokens, heads)}"
             )
-    out, lse_out = torch.empty(first.shape, dtype=first.dtype), torch.empty(tokens, heads)
+    out = torch.empty(first.shape, dtype=first.dtype, device=place.device)
+    lse_out = torch.empty(tokens, heads, device=place.device)
     if tokens:
         row = torch.arange(tokens, dtype=torch.int32)
         merges = torch.stack([row, row, torch.full_like(row, 2), torch.full_like(row, tokens)], 1)
-        _merge_kernel(dtype, os.environ.get(BUNDLE_VARIABLE)).call(
+        merges = place.put(merges)
+        _merge_kernel(dtype, place, os.environ.get(BUNDLE_VARIABLE)).call(
             torch.cat([each.float() for each in outs]), torch.cat(lses), merges, out, lse_out
         )
     if isinstance(out_a, np.ndarray):

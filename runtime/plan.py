@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tvmpaged.planning.indices import LongArray
-from tvmpaged.planning.items import Shape, balance, make_items
+from tvmpaged.planning.indices import IntArray, LongArray
+from tvmpaged.planning.items import NO_MERGES, Shape, balance, make_items
 from tvmpaged.planning.step import Step
 from tvmpaged.runtime.kernel_set import Kernel
-from tvmpaged.runtime.tensors import ALIGNMENT_BYTES
+from tvmpaged.runtime.place import Place
+from tvmpaged.runtime.plan_memory import Array, Buffers, Frame, lay_out
 
 #: Kernels of one step by the sequences they take.
 PHASES = ("decode", "prefill")
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-#: What a plan's memory is counted in.
-_WORD_BYTES = 4
-_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass
@@ -49,7 +42,9 @@ class Plan:
     max_block_id, max_slot : int
         The largest used; compared with a cache's shape.
     slots : torch.Tensor
-        A copy of `slot_mapping` for the kernel.
+        A copy of `slot_mapping` for the kernel; on a GPU itself, for to compare two would wait.
+    slot_version : int
+        torch's version of `slot_mapping` when it was checked; a later one was written to.
     block_table : torch.Tensor
         ``[num_seqs, max_blocks_per_seq]`` int32.
     work : dict
@@ -68,6 +63,7 @@ class Plan:
     max_block_id: int
     max_slot: int
     slots: torch.Tensor
+    slot_version: int
     block_table: torch.Tensor
     work: dict[str, tuple[torch.Tensor, torch.Tensor]]
     merge_items: torch.Tensor | None
@@ -82,73 +78,6 @@ class Plan:
         return self.buffers.owner() is self
 
 
-#: Name -> shape and dtype.
-Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-
-
-def _nobody() -> None:
-    """Own nothing."""
-
-
-class Buffers:
-    """Memory of a plan, and of those made in it later: one stretch, cut into buffers by name.
-
-    Where a buffer starts, and what it can hold, stays as the first plan needed it.
-
-    Parameters
-    ----------
-    shapes : mapping
-        What the first plan keeps.
-
-    Attributes
-    ----------
-    owner : callable
-        Returns the plan that this memory belongs to; None when that is gone.
-    arrays, tensors : dict
-        Name -> the buffer in the shape that the owner needs.
-    """
-
-    def __init__(self, shapes: Shapes) -> None:
-        self.owner: Callable[[], Plan | None] = _nobody
-        self._buffers: dict[str, tuple[int, int]] = {}  # name -> start in words, elements
-        words = 0
-        for name, (shape, dtype) in shapes.items():
-            # One element at least: an empty tensor has no address to align.
-            count = max(1, math.prod(shape))
-            self._buffers[name] = words, count
-            words += -(-count * dtype.itemsize // ALIGNMENT_BYTES) * (
-                ALIGNMENT_BYTES // _WORD_BYTES
-            )
-        self._memory = torch.empty(words, dtype=torch.int32).numpy()
-        self._shapes: Shapes = {}
-        self.take_over(shapes)
-
-    def missing(self, shapes: Shapes) -> str:
-        """Return what these shapes need and the memory does not have; nothing when they fit."""
-        for name, (shape, _) in shapes.items():
-            _, capacity = self._buffers.get(name, (0, 0))
-            if capacity < math.prod(shape):
-                return (
-                    f"its buffer {name!r} holds {capacity} elements, this step needs "
-                    f"{math.prod(shape)}"
-                )
-        return ""
-
-    def take_over(self, shapes: Shapes) -> None:
-        """Shape the buffers for a new plan, where nothing is `missing`; the one before is over."""
-        self.owner = _nobody
-        if shapes == self._shapes:  # as from one step of a batch to the next
-            return
-        self._shapes = shapes
-        self.arrays = {name: self._view(name, *each) for name, each in shapes.items()}
-        self.tensors = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
-
-    def _view(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        start, _ = self._buffers[name]
-        end = start + math.prod(shape) * dtype.itemsize // _WORD_BYTES
-        return self._memory[start:end].view(dtype).reshape(shape)
-
-
 def make_plan(
     step: Step,
     kernels: dict[str, Kernel],
@@ -158,7 +87,10 @@ def make_plan(
     num_kv_heads: int,
     head_dim_v: int,
     causal: bool,
-    num_workers: int,
+    num_workers: dict[str, int],
+    block_size: int,
+    place: Place,
+    max_seq_len: int | None = None,
     into: Plan | None = None,
     spare: Buffers | None = None,
 ) -> Plan:
@@ -176,8 +108,14 @@ def make_plan(
         Sizes.
     causal : bool
         Whether a row sees only what came before.
-    num_workers : int
-        Threads to balance over; leaves no trace in the bits.
+    num_workers : dict
+        Phase -> workers to balance over; they leave no trace in the bits.
+    block_size : int
+        Tokens per block.
+    place : Place
+        Where the plan's tensors lie.
+    max_seq_len : int, optional
+        The longest sequence of the plans made `into` this one; see `Frame`.
     into : Plan, optional
         A plan whose memory is reused; it is not current any more then.
     spare : Buffers, optional
@@ -188,42 +126,48 @@ def make_plan(
     ValueError
         When that memory is too small; `into` stays as it was.
     """
-    group_size = num_qo_heads // num_kv_heads
-    sequences = _by_phase(step.q_lens)
+    frame = into.buffers.frame if into is not None else None
+    if frame is not None:
+        frame.check(step)
+    most = max_seq_len if frame is None else frame.max_seq_len
+
+    def cut(of: Step) -> _Cut:
+        heads = num_kv_heads, num_qo_heads // num_kv_heads
+        return _cut(of, kernels, *heads, causal=causal, max_seq_len=most or 0)
+
+    found = cut(step)
+    if max_seq_len is not None:
+        longest = cut(replace(step, seq_lens=np.full_like(step.seq_lens, max_seq_len)))
+        table = (len(step.seq_lens), -(-max_seq_len // block_size))
+        frame = Frame(max_seq_len, step.q_lens, {"block_table": table, **longest.shapes})
+        frame.check(step)
     arrays: dict[str, Array] = {"slots": step.slot_mapping, "block_table": step.block_table}
-    merges, partials = [], 0
-    for phase, mine in sequences.items():
-        choices = kernels[phase].choices
-        # A decode item holds its whole group, whatever the row tile that walks it.
-        row_tile = group_size if phase == "decode" else int(choices["row_tile"])
-        shape = Shape(row_tile, int(choices["split_length"]))
-        items, merge, partials = make_items(
-            step, mine, shape, num_kv_heads, group_size, causal, partials
-        )
+    for phase, items in found.items.items():
         arrays[f"{phase}_items"] = items
-        arrays[f"{phase}_offsets"] = balance(items, num_workers).offsets
-        if len(merge):
-            merges.append(merge)
-    if merges:
-        arrays["merges"] = merges[0] if len(merges) == 1 else np.concatenate(merges)
-    rows = max(1, partials)
+        arrays[f"{phase}_offsets"] = balance(items, num_workers[phase]).offsets
+    if len(found.merges):
+        arrays["merges"] = found.merges
+    rows = max(1, found.num_partials if frame is None else frame.shapes["partials"][0])
     scratch = {
         "partial_out": (rows, num_qo_heads, head_dim_v),
         "partial_lse": (rows, num_qo_heads),
         "lse": (step.num_tokens, num_qo_heads),
     }
-    buffers = _lay_out(arrays, scratch, into, spare)
+    buffers = lay_out(arrays, scratch, place, frame, into, spare)
     tensors = buffers.tensors
+    slots = tensors["slots"]
+    slot_mapping = slots if place.is_gpu else torch.from_numpy(step.slot_mapping)
     plan = Plan(
         signature=signature,
-        slot_mapping=torch.from_numpy(step.slot_mapping),
+        slot_mapping=slot_mapping,
         num_tokens=step.num_tokens,
         max_block_id=step.max_block_id,
         max_slot=step.max_slot,
-        slots=tensors["slots"],
+        slots=slots,
+        slot_version=slot_mapping._version,
         block_table=tensors["block_table"],
         work={
-            phase: (tensors[f"{phase}_items"], tensors[f"{phase}_offsets"]) for phase in sequences
+            phase: (tensors[f"{phase}_items"], tensors[f"{phase}_offsets"]) for phase in found.items
         },
         merge_items=tensors.get("merges"),
         partial_out=tensors["partial_out"],
@@ -235,6 +179,46 @@ def make_plan(
     return plan
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A step's items by phase, the merges of both, and how many partial rows they have."""
+
+    items: dict[str, IntArray]
+    merges: IntArray
+    num_partials: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what grows with the sequences."""
+        items = {f"{phase}_items": each.shape for phase, each in self.items.items()}
+        return {**items, "partials": (self.num_partials,)}
+
+
+def _cut(
+    step: Step,
+    kernels: dict[str, Kernel],
+    num_kv_heads: int,
+    group_size: int,
+    *,
+    causal: bool,
+    max_seq_len: int,
+) -> _Cut:
+    """Cut a step into the items of each kernel that has some."""
+    found, merges, partials = {}, [], 0
+    for phase, mine in _by_phase(step.q_lens).items():
+        choices = kernels[phase].choices
+        # A decode item holds its whole group, whatever the row tile that walks it.
+        row_tile = group_size if phase == "decode" else int(choices["row_tile"])
+        shape = Shape(row_tile, int(choices["split_length"]), max_seq_len)
+        found[phase], merge, partials = make_items(
+            step, mine, shape, num_kv_heads, group_size, causal, partials
+        )
+        merges.append(merge)
+    # Most steps have one kind of sequences only.
+    merged = merges[0] if len(merges) == 1 else np.concatenate([NO_MERGES, *merges])
+    return _Cut(found, merged, partials)
+
+
 def _by_phase(q_lens: LongArray) -> dict[str, LongArray]:
     """Return the sequences of each kernel that has some; most steps have one kind only."""
     (decode,) = (q_lens == 1).nonzero()
@@ -243,27 +227,3 @@ def _by_phase(q_lens: LongArray) -> dict[str, LongArray]:
     (prefill,) = (q_lens > 1).nonzero()
     found = zip(PHASES, (decode, prefill), strict=True)
     return {phase: sequences for phase, sequences in found if len(sequences)}
-
-
-def _lay_out(
-    arrays: dict[str, Array],
-    scratch: dict[str, tuple[int, ...]],
-    into: Plan | None,
-    spare: Buffers | None,
-) -> Buffers:
-    """Copy arrays into new or reused memory, beside float32 scratch."""
-    shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-    shapes.update((name, (shape, _FLOAT32)) for name, shape in scratch.items())
-    if into is not None:
-        buffers = into.buffers
-        if missing := buffers.missing(shapes):
-            raise ValueError(f"into: {missing}; make the plan that is reused from the largest step")
-        buffers.take_over(shapes)
-    elif spare is not None and not spare.missing(shapes):
-        buffers = spare
-        buffers.take_over(shapes)
-    else:
-        buffers = Buffers(shapes)
-    for name, array in arrays.items():
-        buffers.arrays[name][...] = array
-    return buffers

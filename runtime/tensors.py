@@ -17,6 +17,11 @@ from tvmpaged.planning.indices import has_memory
 #: Compiled kernels assume that data starts at a multiple of this.
 ALIGNMENT_BYTES = 64
 
+#: What a GPU's block stride must be a multiple of; see `tvmpaged.kernels.tile`.
+GPU_STRIDE_BYTES = 16
+
+CPU = torch.device("cpu")
+
 #: Caches of at least this size ask for huge pages (2 MiB on x86).
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
@@ -27,13 +32,14 @@ _PASSED: set[tuple[Any, ...]] = set()
 _MOST_PASSED = 1024
 
 
-def _description(value: Any, *expected: Any) -> tuple[Any, ...] | None:
+def _description(value: Any, device: torch.device, *expected: Any) -> tuple[Any, ...] | None:
     """Return all that the checks of a plain tensor depend on, or None for anything else."""
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         return None
-    if value.requires_grad or value.is_neg() or not value.is_cpu:
+    if value.requires_grad or value.is_neg() or value.device != device:
         return None
     return (
+        device,
         *expected,
         value.dtype,
         value.shape,
@@ -97,8 +103,10 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     raise TypeError(f"{name} must be a torch tensor or a NumPy array; got {type(value).__name__}")
 
 
-def check_plain(name: str, value: Any, dtype: torch.dtype, *, written: bool) -> torch.Tensor:
-    """Return the tensor of an argument whose elements lie in this machine's memory, as they are.
+def check_plain(
+    name: str, value: Any, dtype: torch.dtype, device: torch.device, *, written: bool
+) -> torch.Tensor:
+    """Return the tensor of an argument whose elements lie in a device's memory, as they are.
 
     Parameters
     ----------
@@ -106,7 +114,7 @@ def check_plain(name: str, value: Any, dtype: torch.dtype, *, written: bool) -> 
         The argument's name, for messages.
     value : tensor
         What was passed.
-    dtype : torch.dtype
+    dtype, device
         What is expected.
     written : bool
         Whether a kernel writes there, so that no copy may stand in.
@@ -121,8 +129,8 @@ def check_plain(name: str, value: Any, dtype: torch.dtype, *, written: bool) -> 
     tensor = as_tensor(name, value)
     if tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on device {tensor.device}; expected cpu")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on device {tensor.device}; expected {device}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; expected a strided tensor")
     if not has_memory(tensor):
@@ -135,7 +143,14 @@ def check_plain(name: str, value: Any, dtype: torch.dtype, *, written: bool) -> 
 
 
 def check_rows(
-    name: str, value: Any, heads: int, dim: int, dtype: torch.dtype, *, stage: bool
+    name: str,
+    value: Any,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    stage: bool,
 ) -> torch.Tensor:
     """Check a ``[num_tokens, heads, dim]`` tensor: packed last dimension, free outer strides.
 
@@ -147,7 +162,7 @@ def check_rows(
         What was passed.
     heads, dim : int
         What is expected.
-    dtype : torch.dtype
+    dtype, device
         What is expected.
     stage : bool
         Whether unaligned data is copied (an input) or refused (an output).
@@ -157,10 +172,10 @@ def check_rows(
     ValueError, TypeError
         Naming the argument, its value and what is allowed.
     """
-    description = _description(value, heads, dim, dtype, stage)
+    description = _description(value, device, heads, dim, dtype, stage)
     if description in _PASSED:
         return value  # type: ignore[no-any-return]
-    tensor = check_plain(name, value, dtype, written=not stage)
+    tensor = check_plain(name, value, dtype, device, written=not stage)
     if tensor.dim() != 3 or tensor.shape[1:] != (heads, dim):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected [num_tokens, {heads}, {dim}]"
@@ -194,23 +209,29 @@ def _rows_overlap(tensor: torch.Tensor) -> bool:
 
 def aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a packed copy; torch's own allocations are aligned."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def check_cache(
-    name: str, value: Any, inner: tuple[int, int, int], dtype: torch.dtype
+    name: str,
+    value: Any,
+    inner: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """Check one layer's cache: free block stride, the rest packed.
+
+    A GPU loads 16 bytes at once, so there that stride is a multiple of them.
 
     Raises
     ------
     ValueError, TypeError
         Naming the argument, its value and what is allowed. A cache is never copied.
     """
-    description = _description(value, inner, dtype)
+    description = _description(value, device, inner, dtype)
     if description in _PASSED:
         return value  # type: ignore[no-any-return]
-    tensor = check_plain(name, value, dtype, written=True)
+    tensor = check_plain(name, value, dtype, device, written=True)
     if tensor.dim() != 4 or tuple(tensor.shape[1:]) != inner:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected [num_blocks, "
@@ -230,13 +251,20 @@ def check_cache(
             f"{name} has block stride {tensor.stride(0)}, but a block has {block_elements} "
             "elements: its blocks overlap"
         )
+    block_bytes = tensor.stride(0) * tensor.itemsize
+    if tensor.shape[0] > 1 and device.type == "cuda" and block_bytes % GPU_STRIDE_BYTES:
+        raise ValueError(
+            f"{name} has block stride {tensor.stride(0)} ({block_bytes} bytes); on a GPU it must "
+            f"be a multiple of {GPU_STRIDE_BYTES} bytes"
+        )
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(
             f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
             f"{ALIGNMENT_BYTES}; caches must be aligned (new_cache makes them so)"
         )
-    if tensor.stride()[1:] != packed:
-        return tensor.as_strided(tensor.shape, (tensor.stride(0), *packed))
+    block_stride = tensor.stride(0) if tensor.shape[0] > 1 else block_elements
+    if tensor.stride() != (block_stride, *packed):
+        return tensor.as_strided(tensor.shape, (block_stride, *packed))
     _passed(description)
     return tensor
 

@@ -25,6 +25,7 @@ import tvm_ffi
 from tvmpaged import PagedAttention, build, schedules
 from tvmpaged.runtime import attention as runtime
 from tvmpaged.runtime.kernel_set import Kernel
+from tvmpaged.runtime.plan import PHASES
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
 
 TARGET = TargetKey("cuda", "sm_90", "nvidia-h200")
@@ -219,5 +220,5 @@ def gpu_attention(
         attn = PagedAttention(
             heads * group_size, heads, head_dim, block_size, dtype, kv_dtype, layout
         )
-    attn._num_workers = num_workers
+    attn._num_workers = dict.fromkeys(PHASES, num_workers)
     return attn

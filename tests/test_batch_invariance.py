@@ -14,6 +14,7 @@ import torch
 from cases import Case, make_case, run
 
 from tvmpaged import PagedAttention
+from tvmpaged.runtime.plan import PHASES
 
 Attention = Callable[..., PagedAttention]
 
@@ -97,7 +98,7 @@ def test_dealt_to_another_number_of_workers(
 ) -> None:
     case = make_case(rng, attn, Q_LENS, SEQ_LENS)
     expected = run(attn, case)
-    attn._num_workers = num_workers
+    attn._num_workers = dict.fromkeys(PHASES, num_workers)
     assert_same_bits(run(attn, case), expected)
 
 

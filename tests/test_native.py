@@ -17,6 +17,7 @@ from tvmpaged.cpu import native_target
 from tvmpaged.layout import PAIRS, fits_pairs, to_hnd
 from tvmpaged.runtime import attention_kernels
 from tvmpaged.runtime.kernel_set import Kernel
+from tvmpaged.runtime.place import place_of
 from tvmpaged.spec import AttentionSpec
 
 pytestmark = pytest.mark.runtime
@@ -198,8 +199,8 @@ def test_which_family_goes_first(
         return ranks[("decode", "prefill").index(spec.kernel)]
 
     monkeypatch.setattr(attention_kernels, "rank_of", rank_of)
-    specs = attention_kernels.attention_specs(8, 2, 128, 32, "bfloat16", None, "native", "cpu")
-    assert attention_kernels._prefers_native(specs, None, False) == taken
+    specs = attention_kernels.attention_specs(8, 2, 128, 32, "bfloat16", None, "native")
+    assert attention_kernels._prefers_native(specs, None, False, place_of()) == taken
 
 
 @pytest.fixture(scope="module")
