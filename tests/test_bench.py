@@ -1,14 +1,22 @@
 """``bench`` measures what it says, and says what it measured."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from tvmpaged import PagedAttention
 from tvmpaged.bench import SCHEMA_VERSION, Case, _interleave, bench
+from tvmpaged.bench_case import Filled
 from tvmpaged.cli.app import main
 from tvmpaged.spec import AttentionSpec
+from tvmpaged.tuning.clock import CpuClock
 from tvmpaged.tuning.tracking import Tracking
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
@@ -44,10 +52,88 @@ def test_rows_name_the_artifact_and_its_times_are_ordered(base_bundle: Path) -> 
     assert prefill.torch_ratio is None
 
 
+def test_an_error_is_that_against_torch_in_float32(base_bundle: Path) -> None:
+    filled = _filled(base_bundle, q_len=7)
+    assert 0 < filled.error() < 1e-6
+    filled.v *= 1.01
+    assert filled.error() == pytest.approx(0.01, rel=0.05)
+
+
+def _filled(base_bundle: Path, q_len: int) -> Filled:
+    spec = SPEC if q_len == 1 else replace(SPEC, kernel="prefill")
+    attn = PagedAttention(6, 2, 64, 16, "float32", bundle=base_bundle)
+    return Filled.make(Case(spec, 2, 3, 37, q_len), attn, seed=0)
+
+
+class FlashInfer(ModuleType):
+    """A stand-in that computes from what FlashInfer is given: pages in a list, by sequence."""
+
+    def __init__(self) -> None:
+        super().__init__("flashinfer")
+        self.__spec__ = ModuleSpec("flashinfer", None)
+        self.planned: tuple[Any, ...] = ()
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, _work: Any, layout: str, **_: Any) -> Any:
+        assert layout == "HND"
+
+        def plan(starts: Any, pages: Any, last: Any, *sizes: int, q_data_type: Any) -> None:
+            assert sizes == (6, 2, 64, 16)
+            self.planned = torch.arange(len(last) + 1), starts, pages, last, False
+
+        return SimpleNamespace(plan=plan, run=self.run)
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, _work: Any, layout: str) -> Any:
+        assert layout == "HND"
+
+        def plan(
+            q: Any, starts: Any, pages: Any, last: Any, *sizes: int, causal: bool, q_data_type: Any
+        ) -> None:
+            assert sizes == (6, 2, 64, 16)
+            self.planned = q, starts, pages, last, causal
+
+        return SimpleNamespace(plan=plan, run=self.run)
+
+    def run(self, q: torch.Tensor, caches: Any, out: torch.Tensor) -> torch.Tensor:
+        q_starts, starts, pages, last, causal = self.planned
+        for seq in range(len(last)):
+            own = pages[starts[seq] : starts[seq + 1]].long()
+            length = 16 * (len(own) - 1) + int(last[seq])
+            k, v = (c[own].transpose(0, 1).reshape(2, -1, 64)[:, :length] for c in caches)
+            rows = slice(int(q_starts[seq]), int(q_starts[seq + 1]))
+            new = q[rows].transpose(0, 1)
+            seen = torch.arange(length) <= torch.arange(new.shape[1])[:, None] + (
+                length - new.shape[1] if causal else length
+            )
+            out[rows] = torch.nn.functional.scaled_dot_product_attention(
+                new, k.repeat_interleave(3, 0), v.repeat_interleave(3, 0), attn_mask=seen
+            ).transpose(0, 1)
+        return out
+
+
+@pytest.mark.parametrize("q_len", [1, 7])
+def test_flashinfer_is_given_the_same_step(
+    base_bundle: Path, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = _filled(base_bundle, q_len)
+    monkeypatch.setitem(sys.modules, "flashinfer", FlashInfer())
+    assert filled.flashinfer_attention() is None  # it computes on GPUs alone
+    monkeypatch.setattr(Filled, "is_on_gpu", True)
+    call = filled.flashinfer_attention()
+    assert call is not None
+    expected = filled.ours().clone()
+    filled.out.zero_()
+    assert torch.allclose(call(), expected, atol=1e-5)
+
+
+def test_a_gpu_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--spec", str(SPEC), "--device", "cuda:0"]) == 2
+    assert "the CUDA driver finds none" in capsys.readouterr().err
+
+
 def test_a_turn_begins_with_a_call_that_is_not_timed() -> None:
     log: list[str] = []
     contenders = {name: lambda name=name: log.append(name) for name in "abc"}
-    times = _interleave(contenders, 3)
+    times = _interleave(contenders, 3, CpuClock)
     assert "".join(log) == "aabbcc" + "bbccaa" + "ccaabb"
     assert {name: len(each) for name, each in times.items()} == {"a": 3, "b": 3, "c": 3}
 

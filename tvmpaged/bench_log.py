@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from tvmpaged.bench import SCHEMA_VERSION, Row
-from tvmpaged.cpu import cpu_model, native_target
 from tvmpaged.env import hide_secrets
+from tvmpaged.freshness import device_here
+from tvmpaged.spec import TargetKey
 
 #: To make a database's tables, and for the rows.
 TIMEOUT_S = 120.0
@@ -22,6 +23,8 @@ _METRICS = (
     "roof_gflop_per_s",
     "roof_fraction",
     "torch_ratio",
+    "flashinfer_ratio",
+    "error",
     "rounds",
 )
 
@@ -74,7 +77,8 @@ def _log(uri: str, rows: Sequence[Row], params: Mapping[str, Any]) -> None:
     from tvmpaged.tuning.tracking import PARENT_TAG, Tracking
 
     server = Tracking(uri)
-    here = {"device": cpu_model(), "target": str(native_target())}
+    target = rows[0].target  # all of one command are measured on one device
+    here = {"device": device_here(TargetKey.parse(target))[0], "target": target}
     parent = server.create_run("bench", {}, {**params, **here})
     data = {"schema_version": SCHEMA_VERSION, "rows": [row.as_dict() for row in rows]}
     server.client.log_dict(parent, data, "bench.json")

@@ -129,14 +129,13 @@ class _Bench:
         for cache in caches:
             cache.fill_(unused)
         if slots:
-            a.append_kv(torch.cat(step.k), torch.cat(step.v), *caches, torch.tensor(slots))
+            k, v = (torch.cat(each).to(a.device) for each in (step.k, step.v))
+            a.append_kv(k, v, *caches, torch.tensor(slots))
         starts = np.cumsum([0, *step.q_lens]).astype(np.int32)
         plan = a.plan(starts, np.array(lengths, np.int32), table, causal=step.causal)
-        out = torch.full_like(step.q, before)
-        found: tuple[torch.Tensor, torch.Tensor] = a.run(
-            plan, step.q, *caches, out=out, return_lse=True
-        )
-        return found
+        q = step.q.to(a.device)
+        out, lse = a.run(plan, q, *caches, out=torch.full_like(q, before), return_lse=True)
+        return out.cpu(), lse.cpu()
 
 
 def relations(attention: Any, kernel: str, limit: float, seed: int = 0) -> Iterator[Relation]:

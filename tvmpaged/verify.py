@@ -24,6 +24,9 @@ from tvmpaged.spec import ATTENTION_KERNELS
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+    from tvmpaged.bundle import Host
+    from tvmpaged.spec import TargetKey
+
 SCHEMA_VERSION = 1
 
 #: Makes a `tvmpaged.runtime.PagedAttention`; passed in, because serving stands above this layer.
@@ -57,6 +60,7 @@ def verify(
     *,
     make_attention: MakeAttention | None = None,
     require_signature: Path | None = None,
+    target: TargetKey | None = None,
 ) -> list[Check]:
     """Check a bundle: everything that can be without loading it, then (if asked) its numbers.
 
@@ -68,6 +72,8 @@ def verify(
         `PagedAttention`: also load each artifact and compare its numbers with the reference.
     require_signature : Path, optional
         PEM file of the Ed25519 public key that must have signed the manifests.
+    target : TargetKey, optional
+        The device that `make_attention` computes on; by default this machine's CPU.
 
     Raises
     ------
@@ -79,12 +85,13 @@ def verify(
     if not bundle.is_dir():
         raise FileNotFoundError(f"bundle={str(bundle)!r} is no folder")
     key = load_public_key(require_signature) if require_signature is not None else None
+    host = host_for(target or native_target())
     checks = list(_strangers(bundle))
     for folder in scan(bundle, public_key=key):
-        checks += _check_folder(folder, key)
+        checks += _check_folder(folder, key, host)
         sound = all(each.outcome != "failed" for each in checks)
         if folder.manifest is not None:
-            checks += _check_numbers(folder, make_attention, sound)
+            checks += _check_numbers(folder, make_attention, sound, host)
     return checks
 
 
@@ -99,7 +106,7 @@ def _strangers(bundle: Path) -> Iterator[Check]:
                 yield Check(str(path), "files", "failed", "belongs to no target folder")
 
 
-def _check_folder(folder: Folder, key: Ed25519PublicKey | None) -> Iterator[Check]:
+def _check_folder(folder: Folder, key: Ed25519PublicKey | None, host: Host) -> Iterator[Check]:
     place = str(folder.path)
     if folder.manifest is None or folder.target is None:
         yield Check(place, "files", "failed", folder.problem)
@@ -117,21 +124,21 @@ def _check_folder(folder: Folder, key: Ed25519PublicKey | None) -> Iterator[Chec
         else:
             yield Check(artifact.file, "hash", "ok")
     # No failure: bundles are built on other machines than they serve on.
-    reason = _cannot_run_here(folder)
+    reason = _cannot_run_here(folder, host)
     yield Check(place, "runs here", "not run" if reason else "ok", reason)
 
 
-def _cannot_run_here(folder: Folder) -> str:
+def _cannot_run_here(folder: Folder, host: Host) -> str:
     assert folder.manifest is not None
     if not folder.manifest.artifacts:
         return "it holds no artifact"
     spec = folder.manifest.artifacts[0].spec
-    found = resolve(spec, host_for(native_target()), [folder])
+    found = resolve(spec, host, [folder])
     return found.rejected[0].reason if found.rejected else ""
 
 
 def _check_numbers(
-    folder: Folder, make_attention: MakeAttention | None, sound: bool
+    folder: Folder, make_attention: MakeAttention | None, sound: bool, host: Host
 ) -> Iterator[Check]:
     assert folder.manifest is not None
     if make_attention is None:
@@ -139,7 +146,7 @@ def _check_numbers(
     elif not sound:
         reason = "nothing is loaded after a failed check"
     else:
-        reason = _cannot_run_here(folder)
+        reason = _cannot_run_here(folder, host)
     if reason or make_attention is None:
         yield Check(str(folder.path), "numbers", "not run", reason)
         return

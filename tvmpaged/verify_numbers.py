@@ -102,21 +102,26 @@ def _attention_error(attention: Any, steps: tuple[tuple[int, int], ...]) -> floa
         cache[int(ids[-1])] = float("nan")
     num_tokens = sum(q_lens)
     q = torch.randn((num_tokens, attention.num_qo_heads, attention.head_dim), generator=random)
-    q = q.to(attention.dtype)
+    q = q.to(attention.dtype).to(attention.device)
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     lengths = np.asarray(seq_lens, dtype=np.int32)
     out = attention.run(attention.plan(starts, lengths, table), q, *caches)
     stored = attention.kv_layout, attention.block_size
-    k_cache, v_cache = to_hnd(caches[0], "k", *stored), to_hnd(caches[1], "v", *stored)
-    truth = reference.paged_attention(q, k_cache, v_cache, starts, lengths, table)
-    return float(np.linalg.norm(reference.as_array(out) - truth) / np.linalg.norm(truth))
+    k_cache, v_cache = (
+        to_hnd(cache, which, *stored).cpu() for cache, which in zip(caches, "kv", strict=True)
+    )
+    truth = reference.paged_attention(q.cpu(), k_cache, v_cache, starts, lengths, table)
+    return float(np.linalg.norm(reference.as_array(out.cpu()) - truth) / np.linalg.norm(truth))
 
 
 def _append_error(attention: Any) -> float:
     random = torch.Generator().manual_seed(0)
     slots = torch.tensor([0, 7, -1, 3, 2 * attention.block_size])
     shape = (len(slots), attention.num_kv_heads, attention.head_dim)
-    k, v = (torch.randn(shape, generator=random).to(attention.dtype) for _ in range(2))
+    k, v = (
+        torch.randn(shape, generator=random).to(attention.dtype).to(attention.device)
+        for _ in range(2)
+    )
     caches = attention.new_cache(8)
     attention.append_kv(k, v, *caches, slots)
     found = attention.read_kv(*caches, torch.arange(8 * attention.block_size))

@@ -27,22 +27,26 @@ def run(
     require_signature: Annotated[
         Path | None, typer.Option(help="Ed25519 public key (PEM) that must have signed it.")
     ] = None,
+    device: Annotated[str, typer.Option(help="Where: cpu, or a GPU such as cuda:0.")] = "cpu",
     json: JsonFlag = False,
 ) -> ExitCode:
     """Check a bundle: hashes, versions, modes, signature; with --numbers what it computes."""
     from dataclasses import asdict
+    from functools import partial
 
     from tvmpaged import verify
 
     if static and numbers:
         raise ValueError("--static loads nothing and --numbers loads everything: give one of them")
-    make_attention = None
+    make_attention = target = None
     if numbers:
         from tvmpaged.runtime.attention import PagedAttention
+        from tvmpaged.runtime.place import place_of
 
-        make_attention = PagedAttention
+        make_attention = partial(PagedAttention, device=device)
+        target = place_of(device).target
     checks = verify.verify(
-        bundle, make_attention=make_attention, require_signature=require_signature
+        bundle, make_attention=make_attention, require_signature=require_signature, target=target
     )
     counts = {
         outcome: sum(each.outcome == outcome for each in checks)
