@@ -82,8 +82,10 @@ def test_stdout_holds_json_alone_and_stderr_plain_lines(
     assert record is not None
     assert only["record"] == json.loads(json.dumps(record.as_dict()))
     assert "\x1b" not in stderr
-    assert all(line.startswith(str(SPEC)) for line in stderr.splitlines()), stderr
-    assert "% of the roof" in stderr.splitlines()[-1]
+    busy = f"warning: {SPEC}: the machine was busy"  # as it is where tests run side by side
+    lines = [line for line in stderr.splitlines() if not line.startswith(busy)]
+    assert all(line.startswith(str(SPEC)) for line in lines), stderr
+    assert " of the roof" in lines[-1]
 
 
 def test_the_folder_holds_record_log_and_summary(
@@ -240,7 +242,7 @@ def test_kv_heads_come_from_the_flags_by_group_size() -> None:
 
 
 def test_a_status_is_one_plain_line() -> None:
-    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, "gb_per_s", 16.93, 0.672, 42.4)
+    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, 1.19, "gb_per_s", 16.93, 0.672, 42.4)
     assert plain_line(status) == (
         f"{SPEC} search: trials 8/64, failed 1, best 740 us, 16.9 GB/s, 67% of the roof, "
         "speed-up 1.19, left 42 s"
@@ -259,12 +261,14 @@ def test_a_workload_counts_what_is_read_and_computed() -> None:
     assert Workload.from_dict(json.loads(json.dumps(workload.as_dict()))) == workload
 
 
-def test_the_live_table_has_a_cell_for_each_column() -> None:
-    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, "gb_per_s", 16.93, 0.672, 42.4)
-    console = Console(width=300, record=True, file=io.StringIO())
+@pytest.mark.parametrize(("width", "lines"), [(80, 3), (120, 2)])
+def test_the_live_table_names_each_spec_whole_on_a_narrow_terminal(width: int, lines: int) -> None:
+    status = Status(SPEC, "search", 8, 64, 1, 740.2, 881.0, 1.19, "gb_per_s", 16.93, 0.672, 42.4)
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(_table([status, Status(SPEC, "start", 0, 64)]))
-    head, row, start = console.export_text().splitlines()
-    assert head.split() == "spec phase trials failed best us rate of roof speed-up left".split()
-    for text in ("8/64", " 740 ", "16.9 GB/s", "67%", "1.19", "42 s"):
-        assert text in row
-    assert start.split()[-5:] == ["-"] * 5
+    text = console.export_text().splitlines()
+    assert len(text) == 2 * lines
+    assert text[0].startswith(f"{SPEC} ")
+    assert text[lines].startswith(f"{SPEC} ")
+    for part in ("8/64", " 740 us", "16.9 GB/s", "67%", "1.19", "42 s"):
+        assert part in " ".join(text[1:lines])

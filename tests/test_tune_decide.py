@@ -16,6 +16,7 @@ from tune_tools import SPEC, TARGET, FakeMachine, known_us, work
 from tvmpaged import records, schedules, tune
 from tvmpaged.errors import UserError
 from tvmpaged.records import Latency
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.tuning import finalists, measure_worker, session, task, timing
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import read_searches
@@ -79,8 +80,92 @@ def test_the_last_that_is_told_is_what_the_record_says(tmp_path: Path) -> None:
     assert [each.phase for each in told[-2:]] == ["finalists", "done"]
     assert told[-1].best_us == record.latency_us.median > 1.5 * (told[-2].best_us or 0)
     assert told[-1].default_us == record.default_latency_us.median
+    assert told[-1].speedup == pytest.approx(record.speedup, abs=1e-3)
     assert told[-1].rate == pytest.approx(record.gb_per_s, rel=1e-3)
     assert told[-1].roof_fraction == record.roof_fraction
+
+
+class BusyFinals(FakeMachine):
+    """Has most rounds of the finals disturbed, and a roof below what kernels reach."""
+
+    def measure(
+        self, spec: Any, workload: Any, merge: Any, candidates: Sequence[Choices], **options: Any
+    ) -> Answer:
+        answer = super().measure(spec, workload, merge, candidates, **options)
+        if options.get("phase") == "finalists":
+            for each in answer.reply["samples"]:
+                each["disturbed"] = 200
+        return answer
+
+
+def test_a_busy_machine_is_said_and_so_is_a_roof_that_is_none(tmp_path: Path) -> None:
+    told: list[str] = []
+    machine = BusyFinals(tmp_path)
+    machine.roof = MeasuredRoof("gb_per_s", 25.0, 1.43)
+    search = work(machine, tmp_path, trials=16)
+    search.on_warning = told.append
+    record = search.run()
+    assert ["the machine was busy: 200 rounds" in each for each in told] == [True]
+    assert "--resume" in told[0]
+    assert record.roof_fraction is None
+
+
+def test_a_quiet_machine_says_nothing(tmp_path: Path) -> None:
+    search = work(FakeMachine(tmp_path), tmp_path, trials=16)
+    search.on_warning = lambda said: pytest.fail(said)
+    assert search.run().roof_fraction == 0.5
+
+
+def test_more_than_its_roof_is_not_shown_of_any_candidate(tmp_path: Path) -> None:
+    told: list[Status] = []
+    machine = FakeMachine(tmp_path)
+    machine.roof = MeasuredRoof("gb_per_s", 0.01)
+    search = work(machine, tmp_path, trials=16)
+    search.on_status = told.append
+    search.run()
+    assert {each.roof_fraction for each in told} == {None}
+
+
+def test_a_few_quick_calls_do_not_make_a_winner(tmp_path: Path) -> None:
+    """Medians and rounds say that it is faster; its quickest calls are slower."""
+
+    class Bimodal(FakeMachine):
+        def measure(self, *what: Any, **options: Any) -> Answer:
+            answer = super().measure(*what, **options)
+            if options.get("phase") == "finalists":
+                for index, each in enumerate(answer.reply["samples"]):
+                    us = 500.0 if index == 0 else 510.0
+                    slow = 5000.0 if index == 0 else 3000.0
+                    each |= {"times_us": [us] * 4 + [slow] * 6, "speedup": 1.6}
+                answer.reply["samples"][0]["speedup"] = 1.0
+            return answer
+
+    record = work(Bimodal(tmp_path), tmp_path, trials=24).run()
+    assert record.is_default
+    assert record.speedup == 1.0
+
+
+def test_a_shorter_search_does_not_replace_a_better_record(tmp_path: Path) -> None:
+    first = work(FakeMachine(tmp_path), tmp_path, trials=40).run()
+    assert not first.is_default
+    later = work(FakeMachine(tmp_path), tmp_path, trials=2, seed=9).run()
+    assert later.choices == first.choices
+    assert later.trials == 2
+    # What no search may try any more does not stand in anybody's way.
+    path = records.folder(tmp_path, TARGET, SPEC) / "record.json"
+    path.write_text("{")
+    assert work(FakeMachine(tmp_path), tmp_path, trials=2, seed=9).run().choices != first.choices
+
+
+def test_resuming_what_is_not_there_is_said(tmp_path: Path) -> None:
+    told: list[str] = []
+    for folder, expected in ((tmp_path / "a", 1), (tmp_path / "a", 1), (tmp_path / "typo", 2)):
+        search = work(FakeMachine(tmp_path), folder, trials=8, resume=True)
+        search.on_warning = told.append
+        search.run()
+        assert len(told) == expected
+    assert "nothing to resume in" in told[-1]
+    assert str(tmp_path / "typo") in told[-1]
 
 
 class StoppedMachine(FakeMachine):

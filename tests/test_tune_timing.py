@@ -56,7 +56,7 @@ def test_a_busy_stretch_is_waited_out_but_not_for_ever(monkeypatch: pytest.Monke
         return timing.measure([lambda: None], CpuClock, min_seconds=0.0, max_seconds=max_seconds)[0]
 
     found = measured([busy] * 20 + [quiet] * 100, max_seconds=60.0)
-    assert found.times_us == (100.0,) * timing.MIN_REPEATS
+    assert found.times_us == (100.0,) * 20  # until most are quiet
     assert found.disturbed == 20
     assert set(measured([busy] * 5_000, max_seconds=0.01).times_us) == {400.0}
 
@@ -91,9 +91,12 @@ def test_a_disturbance_that_hits_one_contender_more_makes_no_winner() -> None:
 
     rounds = [[taken(500, 3000), taken(540, 1000)] for _ in range(300)]
     assert np.median([a.us / b.us for a, b in rounds]) > 1.2
-    assert timing._speedup(rounds, 1) < 1.3
-    quiet = [[timing.Taken(500, True, 0), timing.Taken(400, True, 0)] for _ in range(5)]
+    assert timing._speedup(rounds, 1) < 1.0
+    quiet = [[timing.Taken(500, True, 0), timing.Taken(400, True, 0)] for _ in range(300)]
     assert timing._speedup(rounds + quiet, 1) == 1.25
+    # A handful of quiet rounds agrees by chance.
+    lucky = [[timing.Taken(700, True, 0), timing.Taken(560, True, 0)] for _ in range(5)]
+    assert timing._speedup(rounds + lucky, 1) < 1.0
 
 
 def test_when_quiet_rounds_are_too_few_the_least_disturbed_count() -> None:

@@ -35,7 +35,7 @@ class Latency:
     repeats : int
         How many those were.
     disturbed : int
-        Calls during which a thread had to wait for a core; they were set aside.
+        Calls during which a thread had to wait for a core; they were set aside, unless all were.
     """
 
     median: float
@@ -43,6 +43,11 @@ class Latency:
     p90: float
     repeats: int
     disturbed: int = 0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether more calls were disturbed than counted: the machine was busy."""
+        return self.disturbed > self.repeats
 
     @classmethod
     def of(cls, times_us: Sequence[float], disturbed: int = 0) -> Latency:
@@ -98,8 +103,8 @@ class Record:
     latency_us, default_latency_us : Latency
         Of these choices and of the untuned default, timed in turns in one run.
     speedup : float
-        The default's time by the winner's: the lesser of the medians' ratio and the median of
-        the undisturbed rounds' ratios (of tenth percentiles, when those rounds were too few).
+        The default's time by the winner's: the least of the medians' ratio, that of the tenth
+        percentiles, and the median of the undisturbed rounds' ratios.
     gb_per_s, gflop_per_s : float or None
         What bounds the kernel: bytes of K and V read (decode) or operations (prefill), per second.
     roof_gb_per_s, roof_gflop_per_s : float or None

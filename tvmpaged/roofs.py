@@ -19,6 +19,8 @@ GPU_PRODUCT_SIZE = 8192
 MIN_READ_BYTES = 4 << 20
 #: Of a copy, one of its two sides: no smaller one reaches the memory's rate.
 COPY_BYTES = 1 << 30
+#: What a kernel does at most of its roof; above it, the roof was measured in a worse moment.
+CREDIBLE = 1.1
 UNITS = {"gb_per_s": "GB/s", "gflop_per_s": "GFLOP/s"}
 
 
@@ -63,9 +65,15 @@ class MeasuredRoof:
     value: float
     fraction: float | None = None
 
-    def fraction_of(self, rate: float) -> float:
-        """Return a kernel's rate by the roof's."""
-        return rate / self.value
+    @property
+    def is_credible(self) -> bool:
+        """Whether no kernel was measured well above the roof."""
+        return self.fraction is None or self.fraction <= CREDIBLE
+
+    def fraction_of(self, rate: float) -> float | None:
+        """Return a kernel's rate by the roof's; None where the roof is too low to be one."""
+        fraction = rate / self.value
+        return fraction if fraction <= CREDIBLE else None
 
 
 def read_roof(num_bytes: int, rotation_bytes: int, threads: int) -> Roof:

@@ -169,7 +169,9 @@ def tune(
                 deadline = now + share - min(FINISH_SHARE * share, finish)
                 if interrupt():
                     raise GivenUpError
-                work = Work(spec, target, settings, machine, deadline, runs, on_status, watch)
+                work = Work(
+                    spec, target, settings, machine, deadline, runs, on_status, watch, on_warning
+                )
                 try:
                     results.append(Tuned(spec, work.run()))
                 except (UserError, ValueError) as error:

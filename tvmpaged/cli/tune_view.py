@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from tvmpaged.tune import Status
 
-_COLUMNS = ("spec", "phase", "trials", "failed", "best us", "rate", "of roof", "speed-up", "left")
-
 
 @contextmanager
 def show_progress() -> "Iterator[Callable[[Status], None]]":
@@ -35,39 +33,39 @@ def show_progress() -> "Iterator[Callable[[Status], None]]":
 
 
 def _table(statuses: "list[Status]") -> "Table":
+    """Return two lines for each spec, for a spec's name alone nearly fills a terminal's width."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None)
-    for column in (*_COLUMNS[:2], "", *_COLUMNS[2:]):
-        table.add_column(column, overflow="fold")
+    table = Table.grid(padding=(0, 1))
     for each in statuses:
-        spec, phase, *rest = (Text(cell) for cell in cells(each))
+        head = Table.grid(padding=(0, 1))
         bar = ProgressBar(each.num_trials, min(each.trials, each.num_trials), width=16)
-        table.add_row(spec, phase, bar, *rest)
+        head.add_row(Text(str(each.spec)), bar)
+        table.add_row(head)
+        table.add_row(Text(f"  {progress_text(each)}"))
     return table
 
 
-def cells(status: "Status") -> tuple[str, ...]:
-    """Return a status as text, one cell per column."""
+def progress_text(status: "Status") -> str:
+    """Return how far a search is, without its spec."""
+    best, rate, speedup, left = (
+        "-" if value is None else form.format(value)
+        for value, form in (
+            (status.best_us, "{:.0f}"),
+            (status.rate, "{:.1f} " + UNITS.get(status.rate_name, "")),
+            (status.speedup, "{:.2f}"),
+            (status.eta_s, "{:.0f} s"),
+        )
+    )
     return (
-        str(status.spec),
-        status.phase,
-        f"{status.trials}/{status.num_trials}",
-        str(status.failures),
-        "-" if status.best_us is None else f"{status.best_us:.0f}",
-        "-" if status.rate is None else f"{status.rate:.1f} {UNITS[status.rate_name]}",
-        percent(status.roof_fraction),
-        "-" if status.speedup is None else f"{status.speedup:.2f}",
-        "-" if status.eta_s is None else f"{status.eta_s:.0f} s",
+        f"{status.phase}: trials {status.trials}/{status.num_trials}, failed {status.failures}, "
+        f"best {best} us, {rate}, {percent(status.roof_fraction)} of the roof, "
+        f"speed-up {speedup}, left {left}"
     )
 
 
 def plain_line(status: "Status") -> str:
     """Return a status as one line."""
-    spec, phase, trials, failed, best, rate, fraction, speedup, left = cells(status)
-    return (
-        f"{spec} {phase}: trials {trials}, failed {failed}, best {best} us, {rate}, "
-        f"{fraction} of the roof, speed-up {speedup}, left {left}"
-    )
+    return f"{status.spec} {progress_text(status)}"

@@ -32,8 +32,8 @@ class Result:
     latency_us, default_latency_us : Latency
         Times of one run, taken in turns.
     speedup : float
-        The default's time by the winner's: the lesser of the medians' ratio and the one that
-        `tvmpaged.tuning.timing` gives.
+        The default's time by the winner's: the least of the medians' ratio, that of the tenth
+        percentiles, and the one that `tvmpaged.tuning.timing` gives.
     failures : list of Trial
         Finalists that failed now.
     """
@@ -46,8 +46,20 @@ class Result:
     failures: list[Trial]
 
 
-def decide(task: Task, default: Choices, trials: Sequence[Trial]) -> Result:
+def decide(
+    task: Task,
+    default: Choices,
+    trials: Sequence[Trial],
+    champion: Choices | None = None,
+) -> Result:
     """Measure finalists beside the default and name the winner.
+
+    Parameters
+    ----------
+    task, default, trials
+        Of the search.
+    champion : dict, optional
+        Who won before: a later search replaces it by what beats it only.
 
     Raises
     ------
@@ -57,6 +69,8 @@ def decide(task: Task, default: Choices, trials: Sequence[Trial]) -> Result:
     timed = sorted((each for each in trials if each.latency_us), key=lambda each: each.median_us)
     contenders = [each.choices for each in timed if each.key != choices_key(default)]
     contenders = [default, *contenders[:NUM_FINALISTS]]
+    if champion is not None and champion not in contenders:
+        contenders.insert(1, champion)
     failures: list[Trial] = []
     missing = [each for each in contenders if not task.artifact(each).exists()]
     answers = task.machine.compile(task.spec, task.target, missing)
@@ -81,9 +95,10 @@ def decide(task: Task, default: Choices, trials: Sequence[Trial]) -> Result:
         failure = failed(contenders[-1], answer, "run")
         if failure is None:
             times = latencies(answer)
-            # By rounds and by medians: on a busy machine one of them alone may deceive.
+            # By rounds, by medians and by the quickest: on a busy machine one alone may deceive.
+            unit = times[0]
             speedups = [
-                min(each["speedup"], times[0].median / time.median)
+                min(each["speedup"], unit.median / time.median, unit.p10 / time.p10)
                 for each, time in zip(answer.reply["samples"], times, strict=True)
             ]
             best = _winner(contenders, speedups)

@@ -99,6 +99,7 @@ class Session:
         """Return how far the search is; see `Status` for the phases."""
         best, default = self.best(), self.default_trial()
         name, rate, fraction = "", None, None
+        unit = default.median_us if default and default.latency_us else None
         if best is not None:
             name, rate = self.task.workload.rate(self.task.spec, best.median_us)
             fraction = None if self.task.roof is None else self.task.roof.fraction_of(rate)
@@ -109,7 +110,8 @@ class Session:
             num_trials=self.num_trials,
             failures=sum(self.failures().values()),
             best_us=best.median_us if best is not None else None,
-            default_us=default.median_us if default and default.latency_us else None,
+            default_us=unit,
+            speedup=unit / best.median_us if best is not None and unit is not None else None,
             rate_name=name,
             rate=rate,
             roof_fraction=fraction,
@@ -131,6 +133,7 @@ class Session:
             self.status("done"),
             best_us=best_us,
             default_us=result.default_latency_us.median,
+            speedup=result.speedup,
             rate=self.task.workload.rate(self.task.spec, best_us)[1],
             roof_fraction=None if roof is None else roof.fraction,
         )

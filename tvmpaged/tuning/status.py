@@ -23,6 +23,8 @@ class Status:
         Candidates tried, to be tried, failed.
     best_us, default_us : float or None
         Medians, microseconds.
+    speedup : float or None
+        The default's time by the best one's.
     rate_name : str
         ``gb_per_s`` or ``gflop_per_s``.
     rate : float or None
@@ -40,15 +42,11 @@ class Status:
     failures: int = 0
     best_us: float | None = None
     default_us: float | None = None
+    speedup: float | None = None
     rate_name: str = ""
     rate: float | None = None
     roof_fraction: float | None = None
     eta_s: float | None = None
-
-    @property
-    def speedup(self) -> float | None:
-        """The default's time by the best one's."""
-        return self.default_us / self.best_us if self.default_us and self.best_us else None
 
 
 @dataclass(frozen=True)

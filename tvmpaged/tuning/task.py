@@ -112,7 +112,9 @@ class Task:
         return failed(choices, answer, "run") or _timed(choices, answer, unit)
 
     def measure_roof(self, beside: Choices | None = None) -> MeasuredRoof | None:
-        """Measure `roof`, in turns with a compiled candidate if one is named; None: it failed.
+        """Measure `roof`, in turns with a compiled candidate if one is named.
+
+        None: it failed, or the candidate went through it, so that it is none.
 
         A search does not need it, so a failure of it fails nothing.
         """
@@ -124,6 +126,8 @@ class Task:
             rotation_bytes=self.rotation_bytes,
             seed=self.seed,
         )
+        if found is not None and not found.is_credible:
+            return None
         self.roof = found or self.roof
         return found
 

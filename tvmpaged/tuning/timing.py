@@ -113,8 +113,8 @@ def measure(
     make_clock : callable
         Gives the device's clock, asked for once all contenders have run.
     min_seconds, max_seconds : float
-        How long to go on: at least, and at most in search of undisturbed calls (but `MIN_REPEATS`
-        rounds are always done).
+        How long to go on: at least, and at most until most rounds are undisturbed (but
+        `MIN_REPEATS` rounds are always done).
     max_repeats : int
         Undisturbed calls that are enough in any case.
     leading_speedup : float
@@ -135,7 +135,7 @@ def measure(
                 continue
             clean = sum(1 for each in rounds if _clean(each))
             lost = len(calls) == 2 and highest_speedup(rounds) < leading_speedup
-            enough = clean >= MIN_REPEATS and seconds >= min_seconds
+            enough = _is_quiet(rounds) and seconds >= min_seconds
             if lost or enough or clean >= max_repeats or seconds >= max_seconds:
                 break
     finally:
@@ -173,6 +173,12 @@ def _clean(taken: list[Taken]) -> bool:
     return all(each.clean for each in taken)
 
 
+def _is_quiet(rounds: list[list[Taken]]) -> bool:
+    """Whether enough rounds, and most of them, were undisturbed."""
+    clean = sum(1 for each in rounds if _clean(each))
+    return clean >= MIN_REPEATS and 2 * clean >= len(rounds)
+
+
 def _undisturbed(rounds: list[list[Taken]]) -> list[list[Taken]]:
     """Return the rounds that nothing disturbed; when they are too few, those that waited least.
 
@@ -202,10 +208,15 @@ def _speedup(rounds: list[list[Taken]], which: int) -> float:
     """Return the first contender's time by another's.
 
     The median of the undisturbed rounds' ratios. When those are too few, the ratio of the tenth
-    percentiles: a disturbance only ever adds time, and it adds more to what starts more threads.
+    percentiles or of the quickest, whichever is less: a disturbance only ever adds time, and it
+    adds more to what starts more threads. When they are enough but not most, the least of all: on
+    a busy machine a handful agrees by chance.
     """
     clean = [each for each in rounds if _clean(each)]
+    ratio = math.inf
     if len(clean) >= MIN_REPEATS:
-        return statistics.median(each[0].us / each[which].us for each in clean)
-    fast = [float(np.percentile([each[i].us for each in rounds], 10)) for i in (0, which)]
-    return fast[0] / fast[1]
+        ratio = statistics.median(each[0].us / each[which].us for each in clean)
+    if _is_quiet(rounds):
+        return ratio
+    quick = [np.percentile([each[i].us for each in rounds], (0, 10)) for i in (0, which)]
+    return min(ratio, *(float(each) for each in quick[0] / quick[1]))

@@ -20,12 +20,18 @@ from tvmpaged.tuning.model_session import ModelSession
 from tvmpaged.tuning.outcome import make_record
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.setting import Setting
-from tvmpaged.tuning.starts import credible, default_start, neighbours, spec_seed
+from tvmpaged.tuning.starts import (
+    credible,
+    default_start,
+    may_be_tried,
+    neighbours,
+    spec_seed,
+)
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.summary import write_summary
 from tvmpaged.tuning.task import Task
 from tvmpaged.tuning.tracked import Tracked
-from tvmpaged.tuning.trial import Trial, choices_key
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
 from tvmpaged.tuning.workload import DEFAULT_NUM_KV_HEADS, Workload
 
 
@@ -92,6 +98,8 @@ class Work:
         Told of each batch.
     watch : Watch
         The GPUs that are measured on.
+    on_warning : callable
+        Told what a user should know.
     """
 
     spec: AttentionSpec
@@ -102,6 +110,7 @@ class Work:
     runs: RunLog | None
     on_status: Callable[[Status], None]
     watch: Watch = field(default_factory=Watch)
+    on_warning: Callable[[str], None] = lambda _message: None
 
     def run(self) -> Record:
         """Search, decide, and write the record.
@@ -122,7 +131,8 @@ class Work:
             try:
                 self._search(session, tracked)
                 self._tell(session, "finalists")
-                result = decide(session.task, session.default, list(session.trials.values()))
+                trials = list(session.trials.values())
+                result = decide(session.task, session.default, trials, self._champion())
             except GivenUpError:
                 tracked.give_up()
                 raise
@@ -137,7 +147,23 @@ class Work:
             files += self._explain(record) if self.runs is not None else []
             tracked.finish(record, files)
             self.on_status(session.done(result, roof))
+            if record.latency_us.is_doubtful:
+                self.on_warning(
+                    f"{self.spec}: the machine was busy: {record.latency_us.disturbed} rounds of "
+                    "the finalists were disturbed, so the winner may be none; when it is quiet, "
+                    "the same command with --resume times them again"
+                )
             return record
+
+    def _champion(self) -> Choices | None:
+        """Return what the record that stands names, if a search may try it."""
+        try:
+            record = records.load(self.settings.work_dir, self.target, self.spec)
+        except ValueError:
+            return None
+        if record is None or not may_be_tried(self.spec, self.target, record.choices):
+            return None
+        return {name: record.choices[name] for name in default_start(self.spec, self.target)}
 
     def _start(self, log: TrialLog, setting: Setting) -> tuple[Session, Tracked]:
         seed = spec_seed(self.settings.seed, self.spec)
@@ -153,6 +179,11 @@ class Work:
         )
         known: list[Trial] = []
         earlier = log.earlier(setting) if self.settings.resume else None
+        if self.settings.resume and (earlier is None or not earlier.trials):
+            self.on_warning(
+                f"{self.spec}: nothing to resume in {log.path.parent}: no trials of this workload, "
+                "device, number of threads and kernel sources; it starts anew"
+            )
         tried = credible(self.spec, self.target, earlier.trials) if earlier is not None else []
         if earlier is not None and earlier.seed == self.settings.seed:
             # The same path again: what was measured on it is answered from the log.
