@@ -77,7 +77,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
     """Return the program part of one step."""
     c, keys = t.cache, t.keys
     dim, by_block = c.spec.head_dim, t.key_rows < SIDE
-    score, score_blocks, weigh = score_part(t), block_scores.score_part(t), weigh_part(t)
+    score, weigh = score_part(t), weigh_part(t)
+    score_blocks = block_scores.score_part(t) if by_block else None
     stage, staged, few = _stage(t), t.copies_keys, t.few_rows
     margin = block_scores.MARGIN if by_block else 0
     softmax = softmax_rows(t) if few else softmax_columns(t)
