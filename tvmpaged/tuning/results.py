@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from tvmpaged.bundle import BundleError
 from tvmpaged.bundle.fields import Fields, load_object, parsed
+from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.device import Device
 from tvmpaged.tuning.export_manifest import (
@@ -187,6 +188,10 @@ def _read_device(entry: Fields) -> Device:
     entry.end()
     if device.num_threads < 1 or not device.name:
         raise BundleError(f"{entry.where} names no device, or no threads")
+    sizes = {f"caches_bytes.{name}": size for name, size in device.caches_bytes.items()}
+    for name, size in (sizes | {"rotation_bytes": device.rotation_bytes}).items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BundleError(f"{entry.where}.{name}={size!r} must be bytes, at least 1")
     return device
 
 
@@ -218,15 +223,18 @@ def doubt(measured: Measured, export: Export) -> str:
     if failure is not None:
         return "" if isinstance(failure, str) and failure else "it fails without saying why"
     if measured.phase == "roof":
-        return _doubt_roof(measured.reply.get("roof"))
+        return _doubt_roof(measured.reply.get("roof"), exported)
     return _doubt_times(measured.reply, len(candidates)) or _doubt_checks(
         measured.reply, exported, candidates
     )
 
 
-def _doubt_roof(roof: Any) -> str:
+def _doubt_roof(roof: Any, exported: ExportedSpec) -> str:
     if not isinstance(roof, dict) or not _is_positive(roof.get("value")):
         return "it has no roof above 0"
+    name, _ = exported.workload.rate(exported.spec, 1.0)
+    if roof.keys() != {each.name for each in fields(MeasuredRoof)} or roof["name"] != name:
+        return f"its roof is not name={name!r}, value and fraction alone"
     fraction = roof.get("fraction")
     return "" if fraction is None or _is_positive(fraction) else f"fraction={fraction!r} is none"
 
