@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -246,6 +247,17 @@ def check_unhurt(folder: Path, warnings: list[str]) -> None:
     assert record.trials == 24
     assert len(warnings) == 1, warnings
     assert "tuning goes on without it" in warnings[0]
+
+
+def test_without_mlflow_the_one_warning_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    warnings: list[str] = []
+    search(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", warnings)
+    check_unhurt(tmp_path, warnings)
+    assert "pip install 'tvmpaged[tune]'" in warnings[0]
+    assert "mlflow-sync" not in warnings[0]
 
 
 def test_a_server_that_hangs_costs_a_bounded_time_and_one_warning(

@@ -162,6 +162,30 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(run: Run, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+ABSENT = "raise ModuleNotFoundError(\"No module named 'xgboost'\", name='xgboost')"
+
+
+@pytest.mark.parametrize(("module", "said"), [(ABSENT, "not installed"), ("", "not whole")])
+def test_without_xgboost_it_says_what_to_install_before_anything_is_searched(
+    tmp_path: Path, module: str, said: str
+) -> None:
+    (tmp_path / "xgboost.py").write_text(module)
+    arguments = [*FLAGS, "--trials", "8", "--no-mlflow"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tvmpaged", "tune", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert said in line
+    assert line.endswith("run: pip install 'tvmpaged[tune]'")
+    assert not (tmp_path / "tuning_logs").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -7,28 +7,10 @@ from enum import IntEnum
 
 import typer
 
-from tvmpaged.errors import UserError
+from tvmpaged.errors import UserError, missing_extra
 
 #: Base class of everything the argument parser raises; typer names only this child of it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-#: Module that may be absent -> the extra that brings it.
-EXTRAS = {
-    "accelerate": "hf",
-    "cloudpickle": "tune",
-    "cryptography": "sign",
-    "gguf": "hf",
-    "jinja2": "hf",
-    "matplotlib": "tune",
-    "ml_dtypes": "tune",
-    "mlflow": "tune",
-    "psutil": "tune",
-    "safetensors": "hf",
-    "tornado": "tune",
-    "transformers": "hf",
-    "tvm": "tune",
-    "xgboost": "tune",
-}
 
 
 class ExitCode(IntEnum):
@@ -67,22 +49,14 @@ def _explain(error: Exception) -> tuple[ExitCode, str | None]:
         return ExitCode.BAD_ARGUMENTS, _usage(error)
     if isinstance(error, typer.Abort):
         return ExitCode.FAILED, "aborted"
-    if isinstance(error, ModuleNotFoundError):
-        return ExitCode.FAILED, _missing_extra(error)
+    if isinstance(error, ImportError):
+        return ExitCode.FAILED, missing_extra(error)
     if isinstance(error, (ValueError, TypeError)):
         # By contract these name an argument, its value and what is allowed.
         return ExitCode.BAD_ARGUMENTS, str(error)
     if isinstance(error, (UserError, OSError)):
         return ExitCode.FAILED, str(error)
     return ExitCode.FAILED, None
-
-
-def _missing_extra(error: ModuleNotFoundError) -> str | None:
-    module = (error.name or "").partition(".")[0]
-    extra = EXTRAS.get(module)
-    if extra is None:
-        return None
-    return f"this needs {module}, which is not installed; run: pip install 'tvmpaged[{extra}]'"
 
 
 def _usage(error: Exception) -> str:

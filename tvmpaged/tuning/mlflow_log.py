@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmpaged.env import hide_secrets
+from tvmpaged.errors import UserError, missing_extra
 from tvmpaged.records import Record
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning import tracking
@@ -66,6 +67,7 @@ class RunLog:
         self._on_warning = on_warning
         self._background = Background(self._warn)
         self._tracking: Tracking | None = None
+        self._advice = " (later: tvmpaged mlflow-sync DIR)"
         self._parent: str | None = None
         #: Runs that this command has opened and not ended yet, the parent first.
         self._open: list[str] = []
@@ -170,13 +172,15 @@ class RunLog:
 
     def _warn(self, why: str) -> None:
         shown = hide_secrets("", why.strip().splitlines()[0] if why.strip() else "no reason given")
-        self._on_warning(
-            f"MLflow: {shown}; tuning goes on without it (later: tvmpaged mlflow-sync DIR)"
-        )
+        self._on_warning(f"MLflow: {shown}; tuning goes on without it{self._advice}")
 
     def _connected(self) -> Tracking:
         if self._tracking is None:
-            self._tracking = Tracking(self._uri)
+            try:
+                self._tracking = Tracking(self._uri)
+            except ImportError as error:
+                self._advice = ""
+                raise UserError(missing_extra(error) or str(error)) from error
         return self._tracking
 
     def _new_child(

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
+# MetaSchedule imports it after a batch, through FFI, which makes another error of a missing module.
+from xgboost import DMatrix  # noqa: F401
+
 from tvmpaged import schedules
 from tvmpaged.build import tvm_target
 from tvmpaged.spec import AttentionSpec, TargetKey
