@@ -1,5 +1,7 @@
 """A record as a search would have written it, for tests of what reads records."""
 
+import hashlib
+import json
 from typing import Any
 
 from tvmpaged.records import Latency, Record
@@ -39,3 +41,12 @@ def make_record(**changes: Any) -> Record:
         "created_at": "2026-01-01T00:00:00+00:00",
     }
     return Record(**(values | changes))
+
+
+def edited(record: Record, **changes: Any) -> dict[str, Any]:
+    """Return the plain data of a record with other fields, and the id that belongs to them."""
+    data = record.as_dict() | changes
+    plain = {**data, "record_id": ""}
+    del plain["schema_version"]
+    text = json.dumps(plain, sort_keys=True)
+    return data | {"record_id": hashlib.sha256(text.encode()).hexdigest()[:16]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from mlflow_tools import contents, log_folder, search
-from record_tools import make_record
+from record_tools import edited, make_record
 from tune_tools import SPEC, TARGET, FakeMachine, work
 
 from tvmpaged import mlflow_fetch, mlflow_sync, records
@@ -410,7 +410,7 @@ RECORD = make_record(target=TARGET)
 
 
 def as_bytes(record: Record, **changes: Any) -> bytes:
-    return json.dumps(record.as_dict() | changes).encode()
+    return json.dumps(edited(record, **changes)).encode()
 
 
 @pytest.mark.parametrize(

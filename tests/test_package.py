@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bundle_tools import OTHER_SPEC, SPEC, V3, V4, build_with_gcc, call
-from record_tools import make_record
+from record_tools import edited, make_record
 
 from tvmpaged import bundle, records
 from tvmpaged import package as package_module
@@ -45,8 +45,9 @@ def record(folder: Path, **changes: Any) -> Record:
     choices = CHOICES | {"split_length": 256}
     made = make_record(spec=SPEC, target=V3, choices=choices, source_sha256=source_sha256())
     path = records.save(folder, made)
-    path.write_text(json.dumps(made.as_dict() | changes))
-    return made
+    data = edited(made, **changes)
+    path.write_text(json.dumps(data))
+    return replace(made, record_id=data["record_id"])
 
 
 def test_untuned_specs_become_defaults_and_generic_ones_generic(tmp_path: Path) -> None:
@@ -104,6 +105,11 @@ def test_a_record_of_another_device_or_thread_count_is_said(tmp_path: Path) -> N
         ({"spec": str(OTHER_SPEC)}, "is the record of prefill"),
         ({"target": str(V4)}, "for cpu/x86-64-v4"),
         ({"choices": 3}, "is no record"),
+        (
+            {"choices": CHOICES | {"prefetch_keys": 12345}},
+            "prefetch_keys=12345 is not in the space",
+        ),
+        ({"choices": {"step": "rows"}}, "its options are not those of the space"),
     ],
 )
 def test_a_wrong_record_fails_its_spec_by_name(

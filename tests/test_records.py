@@ -80,6 +80,23 @@ def test_what_is_no_record_is_refused_with_its_path(
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": {"step": "rows", "lanes": 12345}},
+        {"latency_us": {**vars(Latency(1.5, 12.0, 13.0, 31))}},
+        {"record_id": "0" * 16},
+        {"record_id": ""},
+    ],
+)
+def test_a_record_that_was_edited_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = records.save(tmp_path, make_record())
+    path.write_text(json.dumps(make_record().as_dict() | change))
+    with pytest.raises(ValueError, match="was changed after it was written") as caught:
+        records.load(tmp_path, TARGET, SPEC)
+    assert str(path) in str(caught.value)
+
+
 def test_a_record_without_a_field_says_which(tmp_path: Path) -> None:
     path = records.save(tmp_path, make_record())
     data = make_record().as_dict()

@@ -28,6 +28,7 @@ from tvmpaged.records import Record
 from tvmpaged.sm import limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPES, AttentionSpec, TargetKey, native_family
 from tvmpaged.tryout import try_out
+from tvmpaged.tuning.starts import why_not_tried
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -273,6 +274,8 @@ class _Work:
         for spec in specs:
             try:
                 record = records.load(self.records_dir, self.target, spec)
+                if record and (why := why_not_tried(spec, self.target, record.choices)):
+                    raise ValueError(f"record {record.record_id} cannot be used: {why}; tune again")
                 choices = record.choices if record else schedules.default_choices(spec, self.target)
             except (OSError, ValueError) as error:
                 failures[spec] = str(error)

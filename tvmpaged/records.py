@@ -184,7 +184,8 @@ class Record:
         Raises
         ------
         AttributeError, TypeError, ValueError
-            When a field is missing or of another kind, or the schema is another one.
+            When a field is missing or of another kind, the schema is another one, or the content is
+            not what the record's id was derived from.
         """
         version = data.get("schema_version")
         if version == 1:
@@ -201,7 +202,15 @@ class Record:
             "latency_us": Latency.read(data["latency_us"]),
             "default_latency_us": Latency.read(data["default_latency_us"]),
         }
-        return cls(**values)
+        if version == SCHEMA_VERSION:  # an earlier one's id is of fewer fields
+            values["record_id"] = ""
+        record = cls(**values)
+        if record.record_id != data["record_id"]:
+            raise ValueError(
+                f"it was changed after it was written: its record_id is {data['record_id']!r}, "
+                f"and what it holds has {record.record_id!r}"
+            )
+        return record
 
 
 def folder(root: Path, target: TargetKey, spec: AttentionSpec) -> Path:
