@@ -144,10 +144,10 @@ class PagedAttention:
             ``kind`` (``tuned``, ``default``, ``compiled``, ``generic`` or ``reference``), the
             lesser of decode's and prefill's; ``target``, ``artifact``, ``sha256``, ``choices``,
             ``record``, ``mlflow_run``, ``measured_us``, ``measured_on``, ``state`` (``current``,
-            ``stale`` when it was made from other kernel sources than the installed ones, ``tuned
-            elsewhere`` when it was measured on another device or with another number of threads)
-            and ``why`` of the decode kernel; ``kv_layout``; and under ``kernels`` the same of every
-            kernel, its own kind included.
+            ``stale`` when it or the record of its choices is of other kernel sources than the
+            installed ones, ``tuned elsewhere`` when it was measured on another device or with
+            another number of threads) and ``why`` of the decode kernel; ``kv_layout``; and under
+            ``kernels`` the same of every kernel, its own kind included.
         """
         kernels = {
             name: {"spec": str(kernel.spec), **kernel.description}

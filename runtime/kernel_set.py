@@ -19,7 +19,6 @@ import torch
 from tvmpaged import tvm_libs
 from tvmpaged.bundle import Artifact, Found, find, host_for
 from tvmpaged.cpu import num_threads
-from tvmpaged.freshness import freshness
 from tvmpaged.runtime.place import Place, place_of
 from tvmpaged.spec import AttentionSpec, TargetKey
 
@@ -146,7 +145,6 @@ def _compile(spec: AttentionSpec, target: TargetKey, miss: FileNotFoundError) ->
 
 
 def _describe(found: Found, artifact: Artifact, here: TargetKey, compiled: bool) -> dict[str, Any]:
-    measured = artifact.measured_on, artifact.num_threads
     return {
         "kind": "compiled" if compiled else found.accepted.kind,
         "target": str(found.accepted.target),
@@ -157,7 +155,7 @@ def _describe(found: Found, artifact: Artifact, here: TargetKey, compiled: bool)
         "mlflow_run": artifact.mlflow_run_id,
         "measured_us": artifact.measured_us,
         "measured_on": artifact.measured_on,
-        "state": freshness(here, artifact.source_sha256, *measured),
+        "state": artifact.state(here),
         "why": found.accepted.why,
     }
 

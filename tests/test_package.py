@@ -23,6 +23,7 @@ from tvmpaged.package import Packaged, base_specs, package, parse_target
 from tvmpaged.provenance import git_state
 from tvmpaged.records import Record
 from tvmpaged.schedules import default_choices
+from tvmpaged.show import show_bundles
 from tvmpaged.spec import AttentionSpec, TargetKey, native_family
 
 CHOICES = default_choices(SPEC, V3)
@@ -83,6 +84,9 @@ def test_a_stale_record_gives_its_choices_but_no_time(tmp_path: Path) -> None:
     assert (entry.kind, entry.record_id, entry.measured_us) == ("tuned", made.record_id, None)
     assert "the record is stale" in done.notes[0]
     assert done.states == {SPEC: "stale"}
+    assert entry.state(V3) == "stale"  # nothing says how fast it is
+    ((row,), _) = show_bundles(tmp_path / "bundle")
+    assert row.state == "stale"
 
 
 def test_a_record_of_another_device_or_thread_count_is_said(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_states(tmp_path: Path) -> None:
     for state, changes in (
         ("stale", here),
         ("current", here | {"source_sha256": source_sha256()}),
-        ("current", {"source_sha256": source_sha256()}),
+        ("stale", {"source_sha256": source_sha256()}),  # its record was
         ("tuned elsewhere", here | {"source_sha256": source_sha256(), "measured_on": "Z80"}),
         ("tuned elsewhere", here | {"source_sha256": source_sha256(), "num_threads": 999}),
     ):

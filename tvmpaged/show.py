@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tvmpaged import records
 from tvmpaged.bundle import Artifact, Folder, scan, search
-from tvmpaged.freshness import freshness
 from tvmpaged.recorded import state_of
 from tvmpaged.sm import Resources, limits, occupancy
 
@@ -101,6 +100,7 @@ def show_records(folder: Path) -> tuple[list[Row], list[Problem]]:
 
 
 def _artifact_row(folder: Folder, artifact: Artifact) -> Row:
+    assert folder.target is not None
     return Row(
         place=_place(folder),
         target=str(folder.target),
@@ -109,18 +109,12 @@ def _artifact_row(folder: Folder, artifact: Artifact) -> Row:
         median_us=artifact.measured_us,
         measured_on=artifact.measured_on,
         num_threads=artifact.num_threads,
-        state=_state(folder, artifact),
+        state=artifact.state(folder.target),
         record_id=artifact.record_id,
         sha256=artifact.sha256,
         resources=artifact.resources,
         occupancy=_occupancy(folder, artifact),
     )
-
-
-def _state(folder: Folder, artifact: Artifact) -> str:
-    assert folder.target is not None
-    measured = artifact.measured_on, artifact.num_threads
-    return freshness(folder.target, artifact.source_sha256, *measured)
 
 
 def _occupancy(folder: Folder, artifact: Artifact) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tvmpaged.freshness import STALE, freshness
+
 if TYPE_CHECKING:
     from tvmpaged.sm import Resources
     from tvmpaged.spec import AttentionSpec, TargetKey
@@ -118,6 +120,16 @@ class Artifact:
     def kernel(self) -> str:
         """Which kernel it is; the spec says so."""
         return self.spec.kernel
+
+    def state(self, target: TargetKey) -> str:
+        """Return what it is worth on this machine; see `tvmpaged.freshness`.
+
+        A tuned one without a time was made of the choices of a stale record, and is as stale,
+        though its program is of the installed sources.
+        """
+        if self.kind == "tuned" and self.measured_us is None:
+            return STALE
+        return freshness(target, self.source_sha256, self.measured_on, self.num_threads)
 
 
 @dataclass(frozen=True)
