@@ -1,7 +1,8 @@
 """A measuring worker without kernels: a candidate's file says what becomes of it.
 
 ``python -m fake_measure_worker`` with tests/ on the path. A file holds a fate and microseconds:
-``ok 500``, ``slow 500`` (takes a while to answer), ``crash``, ``hang``, ``wrong`` or ``error``.
+``ok 500``, ``slow 500`` (takes a while to answer), ``crash``, ``hang``, ``wrong``,
+``error``, ``odd`` or ``early`` (something else comes before its answer).
 """
 
 import os
@@ -29,11 +30,16 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGSEGV)
         if fate in ("hang", "slow"):
             time.sleep(45 if fate == "hang" else 0.15)
+        if fate in ("odd", "early"):
+            # Over the pipe that holds the answers, as a stray write would.
+            for pipe in Path("/proc/self/fd").iterdir():
+                if int(pipe.name) > 2 and str(pipe.readlink()).startswith("pipe:"):
+                    os.write(int(pipe.name), b"{}\n" if fate == "odd" else b'{"samples": [1]}\n')
         if fate == "wrong":
             return {"wrong": "relative error 1.00e+00 of sequence 3, of length 16, is over 1.0e-05"}
         if fate == "error":
             raise ValueError("no such symbol")
-        times.append(float(us))
+        times.append(float(us or 1))
         allowed = limits(spec, each["choices"]).items()
         checks.append(
             [{"what": what, "error": limit / 2, "limit": limit} for what, limit in allowed]

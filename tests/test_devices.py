@@ -181,7 +181,7 @@ def test_compiling_takes_all_devices_and_measuring_one(tmp_path: Path) -> None:
             threading.Event().wait(0.02)
             with lock:
                 busy.remove(self.name)
-            return Answer({})
+            return Answer({"error": "nothing is done"})
 
     machine = Machine([], [Worker("a"), Worker("b")], tmp_path, 1)  # type: ignore[list-item]
 

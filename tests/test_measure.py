@@ -58,6 +58,17 @@ def test_the_best_that_is_right_wins_and_failures_keep_their_reasons(
     assert found.trials == len(FATES)
 
 
+def test_an_odd_reply_is_its_candidates_failure_and_no_others(tmp_path: Path) -> None:
+    write_export(tmp_path / "export", ["ok 500", "odd", "early", "ok 400", "ok 450"])
+    (found,) = measure_with_fakes(tmp_path / "export").specs
+    assert found.failures == {"crash": 2}
+    assert found.result is not None
+    assert choices_key(found.result.choices) == KEYS[3]
+    assert found.result.speedup == pytest.approx(500 / 400)
+    details = [each["detail"] for each in journal(tmp_path / "export") if each["reason"]]
+    assert details == ["its answer is none: {}", "its answer is none: {'samples': [1]}"]
+
+
 def test_results_hold_every_time_and_error_and_the_digest_of_what_was_loaded(
     measured: tuple[Path, Measurement],
 ) -> None:

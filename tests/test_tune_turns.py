@@ -114,7 +114,7 @@ def test_turns_never_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         most.append(len(busy))
         time.sleep(0.01)
         busy.pop()
-        return [Answer({})]
+        return [Answer({"error": "nothing is done"})]
 
     class Device:
         ask = staticmethod(lambda *_arguments: work()[0])

@@ -170,9 +170,14 @@ class Machine:
         timeout_s: float,
     ) -> Answer:
         """Ask the device; what for, and of what, stands before the request for those who log it."""
-        del phase, spec, candidates
+        del spec
         with self._taking(1) as (device,):
-            return device.ask(request, timeout_s, self.interrupted)
+            answer = device.ask(request, timeout_s, self.interrupted)
+            if answer.reason or _is_sound(phase, answer.reply, len(candidates)):
+                return answer
+            # A candidate that wrote over the pipe: the worker's own answer may come next.
+            device.kill()
+            return Answer({}, "crash", f"its answer is none: {str(answer.reply)[:80]}")
 
     def _request(
         self,
@@ -247,6 +252,20 @@ def open_machine(
 def measuring_processes(gpus: Sequence[Gpu]) -> list[Process]:
     """Return a measuring process for each GPU, or the CPU's."""
     return [measuring_process(f"cuda:{each.index}") for each in gpus] or [measuring_process()]
+
+
+def _is_sound(phase: str, reply: dict[str, Any], count: int) -> bool:
+    """Whether a reply says what its request asked for, of so many candidates."""
+    try:
+        if reply.keys() & {"wrong", "error"}:
+            return all(isinstance(reply.get(name, ""), str) for name in ("wrong", "error"))
+        if phase == "roof":
+            return MeasuredRoof(**reply["roof"]).value > 0
+        speedups = [each["speedup"] for each in reply["samples"]]
+        found = latencies(Answer(reply))
+        return len(found) == count and all(each > 0 for each in speedups)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return False
 
 
 def latencies(answer: Answer) -> list[Latency]:
