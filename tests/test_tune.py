@@ -1,5 +1,6 @@
 """``tvmpaged tune`` as a user calls it: a small real search, and what the command line says."""
 
+import errno
 import io
 import json
 import os
@@ -229,6 +230,19 @@ def _record(spec: AttentionSpec) -> records.Record:
         workload={}, trials=2, failures={}, seed=0, mlflow_run_id=None,
         created_at="",
     )  # fmt: skip
+
+
+def test_a_full_disk_names_the_file_and_how_to_go_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "tuning_logs/x/trials.jsonl")
+
+    monkeypatch.setattr(tune, "tune", full)
+    code, out, err = run(*FLAGS)
+    assert (code, out) == (1, "")
+    assert "left to write tuning_logs/x/trials.jsonl" in err
+    assert "--resume" in err
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError name the file, which one of writing to an open file does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file; its bytes are on the disk when this returns."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(data)
         file.flush()

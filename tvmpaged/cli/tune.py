@@ -1,5 +1,6 @@
 """``tvmpaged tune``."""
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from tvmpaged.cli.duration import TimeLimitFlag, parse_seconds
 from tvmpaged.cli.errors import ExitCode, exit_code
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 from tvmpaged.cli.tune_view import show_progress
+from tvmpaged.errors import UserError
 
 if TYPE_CHECKING:
     from tvmpaged.tune import Estimate, Tuned
@@ -97,6 +99,13 @@ def run(
             f"given up; the trials so far are in {work_dir}: the same command goes on with --resume"
         )
         raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"no space is left to write {error.filename or work_dir}; make room, then the same "
+            "command goes on with --resume"
+        ) from error
     return _finish(results, json)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from tvmpaged.errors import UserError
+from tvmpaged.files import naming
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.trial import Trial
@@ -90,7 +91,7 @@ class Lines:
         if not lines:
             return
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-        with self.path.open("ab+") as file:
+        with naming(self.path), self.path.open("ab+") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
