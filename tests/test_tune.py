@@ -245,6 +245,27 @@ def test_a_full_disk_names_the_file_and_how_to_go_on(
     assert "--resume" in err
 
 
+def test_a_signal_after_the_last_spec_takes_no_result_away(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closing(specs: Any, *_: Any, on_result: Any, **__: Any) -> None:
+        for each in specs[:done]:
+            on_result(tune.Tuned(each, _record(each)))
+        raise KeyboardInterrupt  # while MLflow is closed
+
+    monkeypatch.setattr(tune, "tune", closing)
+    done = 2
+    code, out, err = run(*FLAGS, "--kernel", "prefill")
+    assert code == 130
+    assert len(out.splitlines()) == 3
+    assert "every spec was done" in err
+    assert "--resume" not in err
+    done = 1
+    code, out, err = run(*FLAGS, "--kernel", "prefill")
+    assert (code, out) == (130, "")
+    assert "given up" in err
+
+
 @pytest.mark.parametrize(
     ("failed", "code"), [((), 0), (("decode",), 3), (("decode", "prefill"), 1)]
 )

@@ -121,6 +121,7 @@ def tune(
     settings: Settings,
     *,
     on_status: Callable[[Status], None] = lambda _status: None,
+    on_result: Callable[[Tuned], None] = lambda _result: None,
     on_warning: Callable[[str], None] = lambda _message: None,
 ) -> list[Tuned]:
     """Search each spec's choices and write its record.
@@ -135,6 +136,8 @@ def tune(
         How.
     on_status : callable
         Told of each batch.
+    on_result : callable
+        Told of each spec that is done: what is returned, also to whom a signal takes that from.
     on_warning : callable
         Told what the user should know; the search goes on.
 
@@ -176,6 +179,7 @@ def tune(
                     results.append(Tuned(spec, work.run()))
                 except (UserError, ValueError) as error:
                     results.append(Tuned(spec, failure=str(error)))
+                on_result(results[-1])
             status = "FINISHED"
         except GivenUpError:
             status = "KILLED"  # the signal is raised again where it was held back

@@ -91,10 +91,22 @@ def run(
     if dry_run:
         _print_plan(tuning.estimate(wanted, key, settings), json)
         return ExitCode.DONE
+    done: list[Tuned] = []
     try:
         with show_progress() as on_status:
-            results = tuning.tune(wanted, key, settings, on_status=on_status, on_warning=warn)
+            results = tuning.tune(
+                wanted,
+                key,
+                settings,
+                on_status=on_status,
+                on_result=done.append,
+                on_warning=warn,
+            )
     except KeyboardInterrupt:
+        if len(done) == len(wanted):
+            say(f"every spec was done before the signal; what was found is in {work_dir}")
+            _finish(done, json)
+            raise
         say(
             f"given up; the trials so far are in {work_dir}: the same command goes on with --resume"
         )
