@@ -31,6 +31,7 @@ from tvmpaged.tuning.tracking import (
     MAX_PARAM,
     Tracking,
     answering,
+    connect,
     spec_params,
     tracking_uri,
 )
@@ -399,6 +400,22 @@ def test_a_login_in_what_a_server_says_is_not_repeated() -> None:
     with refused as refusal, answering("http://me:hunter2@server"):
         raise MlflowException("request to http://me:hunter2@server/api failed")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_run_it_again_is_said_only_where_that_may_help(tmp_path: Path) -> None:
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+
+    (tmp_path / "broken.db").write_bytes(b"no database at all" * 99)
+    for uri in (f"sqlite:///{tmp_path}/broken.db", "foo://server"):
+        with pytest.raises(UserError, match="does not answer") as refusal:
+            connect(uri)
+        assert "run the same" not in str(refusal.value)
+    with pytest.raises(UserError, match="not found") as refusal, answering("http://server"):
+        raise MlflowException("Run with id=abc not found", RESOURCE_DOES_NOT_EXIST)
+    assert "run the same" not in str(refusal.value)
+    with pytest.raises(UserError, match="run the same command again"), answering("http://server"):
+        raise MlflowException("API request to http://server failed")
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///tmp/mlruns"])

@@ -338,6 +338,12 @@ def test_what_is_not_credible_is_refused_and_leaves_no_trace(
     assert not (tmp_path / "logs").exists()
 
 
+def test_a_hint_is_a_command_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    write_export(tmp_path / "cand é 1", FATES[:2])
+    with pytest.raises(UserError, match=r"tvmpaged measure '.*/cand é 1' on"):
+        read_results(tmp_path / "cand é 1")
+
+
 @pytest.mark.parametrize("phase", ["search", "finalists"])
 def test_results_that_lack_a_round_make_no_record(
     measured: Path, tmp_path: Path, phase: str

@@ -18,6 +18,7 @@ from tvmpaged import bundle, records
 from tvmpaged import package as package_module
 from tvmpaged.build import source_sha256
 from tvmpaged.bundle import BundleError, read_manifest
+from tvmpaged.cli.app import main
 from tvmpaged.cpu import cpu_model, num_threads
 from tvmpaged.package import Packaged, base_specs, package, parse_target
 from tvmpaged.provenance import git_state
@@ -123,6 +124,19 @@ def test_a_wrong_record_fails_its_spec_by_name(
     done = pack(tmp_path, SPEC, OTHER_SPEC)
     assert message in done.failures[SPEC]
     assert [each.spec for each in done.merge.taken] == [OTHER_SPEC]
+
+
+def test_a_spec_that_fails_is_not_called_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "logs", schema_version=3)
+    monkeypatch.chdir(tmp_path)
+    code = main(["package", "--target", str(V3), "--spec", str(SPEC), "--records", "logs"])
+    assert code == 1
+    err = capsys.readouterr().err
+    assert "schema version 3" in err
+    assert "already there" not in err
+    assert "bundles" not in err
 
 
 def test_only_the_targets_own_records_are_used(tmp_path: Path) -> None:

@@ -266,6 +266,12 @@ def test_a_signal_after_the_last_spec_takes_no_result_away(
     assert "given up" in err
 
 
+def test_a_dry_run_refuses_what_the_run_would(run: Run) -> None:
+    code, _, err = run(*FLAGS, "--dry-run", "--mlflow-uri", "/tmp/runs")
+    assert code == 2
+    assert "is a plain folder" in err
+
+
 @pytest.mark.parametrize(
     ("failed", "code"), [((), 0), (("decode",), 3), (("decode", "prefill"), 1)]
 )

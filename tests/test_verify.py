@@ -178,7 +178,9 @@ def test_show_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data["problems"] == []
     assert main(["show", "none"]) == 1
     assert main(["show"]) == 0
-    assert "cannot be opened" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "cannot be opened" in err
+    assert "tvmpaged package writes some" in err
     assert main(["show", "bundle", "--records"]) == 2
 
 
@@ -227,6 +229,7 @@ def test_a_record_that_is_broken_hides_no_other(
         captured = capsys.readouterr()
         assert str(SPEC) in captured.out
         assert "is no record" in captured.err
+        assert captured.err.count("record.json") == 1
     # And it is packaged beside the one that fails by name.
     assert recorded_specs(tmp_path / "tuning_logs", [made.target]) == [SPEC, OTHER_SPEC]
 

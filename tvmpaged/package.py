@@ -225,8 +225,11 @@ class _Work:
         artifacts, failures, found = self._describe(specs, header)
         existing = read_existing(self.out, self.target, self.replace_existing)
         decision = merge(existing, header, artifacts, self.replace_existing)
-        done = len(specs) - len(decision.taken)
+        done = len(failures)
         if done:
+            advance(done, "cannot be described")
+        if there := len(specs) - done - len(decision.taken):
+            done += there
             advance(done, "already there")
 
         wanted = {each.spec: each for each in decision.taken}

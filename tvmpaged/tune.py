@@ -85,9 +85,11 @@ def estimate(
     Raises
     ------
     ValueError
-        When a spec cannot be tuned.
+        When a spec cannot be tuned, or the tracking server's address cannot be used.
     """
     check_specs(specs)
+    if settings.use_mlflow:
+        tracking_uri(settings.mlflow_uri)
     found = []
     cores = len(os.sched_getaffinity(0))
     device = Device.here(target, find_gpus(target, settings.devices))

@@ -1,5 +1,6 @@
 """``tvmpaged measure``."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +69,7 @@ def run(
         print_table(columns, [_row(each) for each in found.specs])
         say(
             f"wrote {found.path}; take the folder back and run there: "
-            f"tvmpaged tune --import-results {folder}"
+            f"tvmpaged tune --import-results {shlex.quote(str(folder))}"
         )
     return exit_code(len(failures), len(found.specs))
 

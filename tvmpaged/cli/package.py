@@ -113,7 +113,8 @@ def _print(done: list[Packaged]) -> None:
     if rows:
         print_table(("state", "kind", "spec", "record", "sha256"), rows)
     for each in done:
-        say(f"{each.target}: {each.folder}")
+        if each.merge.taken or each.merge.unchanged or each.merge.kept:
+            say(f"{each.target}: {each.folder}")
 
 
 def _plain(each: Packaged) -> dict[str, object]:

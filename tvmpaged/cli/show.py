@@ -55,6 +55,8 @@ def run(
         if not rows and not problems:
             say(f"no record in {logs}; tvmpaged tune writes them")
         return exit_code(len(problems), len(rows) + len(problems))
+    if bundle is None and not rows:
+        say("no kernel here; tvmpaged package writes some, TVMPAGED_BUNDLE says where they are")
     # A place of the search path may be empty; a bundle that was named must hold.
     return ExitCode.FAILED if problems and bundle is not None else ExitCode.DONE
 
@@ -128,4 +130,5 @@ def _print(rows: list[Row], problems: list[Problem]) -> None:
         print_table(columns, cells, title=f"{target} in {place}")
         _print_resources([row for row in rows if (row.place, row.target) == (place, target)])
     for problem in problems:
-        warn(f"{problem.place}: {problem.reason}")
+        named = problem.reason.startswith(problem.place)
+        warn(problem.reason if named else f"{problem.place}: {problem.reason}")

@@ -7,6 +7,7 @@ export, measure, import and export again is a search whose device is elsewhere.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import tempfile
 import time
@@ -239,6 +240,6 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"{folder} is there and is no export; name a folder that is not there yet")
     if (folder / JOURNAL_NAME).exists() or (folder / RESULTS_NAME).exists():
         raise UserError(
-            f"{folder} holds results; take them in with tvmpaged tune --import-results {folder}, "
-            "then remove it or name another folder"
+            f"{folder} holds results; take them in with tvmpaged tune --import-results "
+            f"{shlex.quote(str(folder))}, then remove it or name another folder"
         )

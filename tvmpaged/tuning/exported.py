@@ -6,6 +6,7 @@ played back through the code that measures.
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -169,7 +170,7 @@ class ExportedMachine(Machine):
             return Answer({})
         raise UserError(
             f"{spec}: the results lack the {phase} round of {' '.join(keys)}: run "
-            f"tvmpaged measure {self.source.path} once more where it was measured"
+            f"tvmpaged measure {shlex.quote(str(self.source.path))} once more where it was measured"
         )
 
     def can_answer(self, spec: AttentionSpec, candidate: Candidate) -> bool:

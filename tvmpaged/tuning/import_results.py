@@ -6,6 +6,7 @@ gets its device, its times and its winner from there; what it is compiled from i
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,8 +49,8 @@ def read_results(folder: Path) -> tuple[ExportFolder, Results]:
     path = folder / RESULTS_NAME
     if not path.exists():
         raise UserError(
-            f"{path} is not there: run tvmpaged measure {folder} on the device, to its end, and "
-            "bring the folder back"
+            f"{path} is not there: run tvmpaged measure {shlex.quote(str(folder))} on the device, "
+            "to its end, and bring the folder back"
         )
     if source.export.source_sha256 != source_sha256():
         raise UserError(

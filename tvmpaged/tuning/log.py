@@ -261,7 +261,8 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout as error:
         owner = path.read_text(errors="replace").strip() or "another process"
         raise UserError(
-            f"{folder} is being written by {owner}; waited {LOCK_TIMEOUT_S:.0f} s"
+            f"{folder} is being written by {owner}; waited {LOCK_TIMEOUT_S:.0f} s; run this "
+            "again when that has ended"
         ) from error
     try:
         path.write_text(f"process {os.getpid()}\n")

@@ -35,6 +35,8 @@ Rate = Callable[[float], tuple[str, float]]
 Point = tuple[str, float, int]
 PARENT_TAG = "mlflow.parentRunId"
 _SQLITE = "sqlite:///"
+#: What MLflow calls a server that is away, and one that is too busy.
+_PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 
 
 def tracking_uri(flag: str | None) -> str:
@@ -219,10 +221,22 @@ def answering(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, requests.RequestException, sqlalchemy.exc.SQLAlchemyError) as error:
+        again = "; nothing here is lost, run the same command again" if _may_pass(error) else ""
         raise UserError(
-            f"mlflow at {hide_secrets('', uri)} does not answer as it should: {_reason(error)}; "
-            "nothing here is lost, run the same command again"
+            f"mlflow at {hide_secrets('', uri)} does not answer as it should: "
+            f"{_reason(error)}{again}"
         ) from error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same call may go well later; a broken database or an unknown run stays so."""
+    import requests
+    import sqlalchemy
+
+    code = getattr(error, "error_code", None)
+    return code in _PASSING or isinstance(
+        error, requests.RequestException | sqlalchemy.exc.OperationalError
+    )
 
 
 def _reason(error: Exception) -> str:
