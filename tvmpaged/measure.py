@@ -5,7 +5,6 @@ It needs the device, torch, tvm_ffi and libtvm_runtime.so, and no compiler.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import locked
 from tvmpaged.tuning.machine import measuring_processes
 from tvmpaged.tuning.results import Results, encode
+from tvmpaged.tuning.scratch import scratch_folder
 from tvmpaged.tuning.session import Session, share_until
 from tvmpaged.tuning.status import Status
 
@@ -164,11 +164,11 @@ def measure(
         if not resume:
             journal.unlink(missing_ok=True)
         tape = open_journal(journal, results, source.export)
-        with tempfile.TemporaryDirectory(prefix="tvmpaged-measure-") as private:
+        with scratch_folder() as private:
             machine = ExportedMachine(
                 source,
                 tape,
-                Path(private),
+                private,
                 results.device.num_threads,
                 measuring_processes(gpus),
                 interrupt,

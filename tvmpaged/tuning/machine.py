@@ -6,7 +6,6 @@ import errno
 import os
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.device import measuring_process, memory_total
 from tvmpaged.tuning.process import START_TIMEOUT_S, Answer, Process, ask_all, is_out_of_memory
+from tvmpaged.tuning.scratch import scratch_folder
 from tvmpaged.tuning.trial import Choices, Reason, Trial, choices_key
 from tvmpaged.tuning.workload import Workload
 
@@ -233,13 +233,13 @@ def open_machine(
     one_core = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1"}
     cores = sorted(os.sched_getaffinity(0))
     share = memory_total() // (len(cores) + 1)
-    with tempfile.TemporaryDirectory(prefix="tvmpaged-tune-") as folder:
+    with scratch_folder() as folder:
         machine = Machine(
             compilers=[
                 Process("tvmpaged.tuning.compile_worker", one_core, share, {core}) for core in cores
             ],
             devices=measuring_processes(gpus) if measures else [],
-            folder=Path(folder),
+            folder=folder,
             num_workers=gpus[0].multiprocessors if gpus else num_threads(),
             interrupted=interrupted,
         )
