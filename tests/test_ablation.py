@@ -50,12 +50,18 @@ def test_an_option_is_worth_what_the_defaults_value_would_cost(logs: Path) -> No
     assert unroll.winners == {"4": 1, "2": 1}
     assert (ahead.option, ahead.searches) == ("ahead", 1)
     assert ahead.worth_most == pytest.approx(0.01)
-    assert ahead.never_wins
+    assert not ahead.never_wins  # one search says little
     assert not unroll.never_wins
     assert (fixed.option, fixed.searches, fixed.winners) == ("fixed", 0, {})
 
 
 def test_the_command_names_what_never_wins(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for spec in ("third", "fourth"):
+        assert main(["show", "--options", "--work-dir", str(logs)]) == 0
+        assert "ahead" not in capsys.readouterr().err
+        search(
+            logs, spec, ({"unroll": 1, "ahead": 0}, 100.0), ({"unroll": 1, "ahead": 8}, 101.0)
+        )  # fmt: skip
     assert main(["show", "--options", "--work-dir", str(logs), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["never_win"] == ["ahead"]

@@ -66,7 +66,7 @@ def _options(work_dir: Path, json: bool) -> ExitCode:
     from tvmpaged.tuning.ablation import NOISE, ablation
 
     rows = ablation(work_dir)
-    idle = [row.option for row in rows if row.searches and row.never_wins]
+    idle = [row.option for row in rows if row.never_wins]
     if json:
         payload = {"options": list(map(asdict, rows)), "never_win": idle, "noise": NOISE}
         print_json(payload, SCHEMA_VERSION)

@@ -14,6 +14,8 @@ from tvmpaged.tuning.trial import Trial
 
 #: Two timings of one kernel differ by as much; an option that is worth less has not shown itself.
 NOISE = 0.02
+#: Fewer searches say nothing of what an option never does.
+MIN_SEARCHES = 3
 
 
 @dataclass
@@ -44,8 +46,8 @@ class OptionWorth:
 
     @property
     def never_wins(self) -> bool:
-        """Whether no search would have been worse without it, as far as times tell."""
-        return self.worth_most < NOISE
+        """Whether several searches would all have done without it, as far as times tell."""
+        return self.searches >= MIN_SEARCHES and self.worth_most < NOISE
 
 
 def ablation(root: Path) -> list[OptionWorth]:
