@@ -321,8 +321,10 @@ def build_from_choices(spec: Any, target: Any, choices: dict[str, Any], path: Pa
 
 
 def test_package_builds_the_same_kernel_from_it(
-    tmp_path: Path, uri: str, logged: tuple[Path, str]
+    tmp_path: Path, uri: str, logged: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What stands for the compiler makes nothing that runs.
+    monkeypatch.setattr("tvmpaged.package.try_out", lambda *_: ({}, ""))
     before, run_id = logged
     fetch(tmp_path / "logs", uri, [run_id])
     taken, unchanged = (
