@@ -1,16 +1,22 @@
 """Choices of GPUs as data: the untuned default of each spec, and the list a search may try.
 
-Of attention's options, ``threads`` is a block's threads, of which ``dim_threads`` share a key,
-``lanes`` the elements of one load, ``keys_per_step`` what the block has in flight, ``row_tile`` the
-query rows that share a load of K and V, and ``fold`` how a key's threads sum: by ``shuffle``, or
-through ``shared`` memory where a device has no shuffles.
+Of attention's options, ``isa`` is "simt", or "mma" where tensor cores multiply; ``threads`` is a
+block's threads, of which ``dim_threads`` share a key, ``lanes`` the elements of one load,
+``keys_per_step`` what the block takes at once, ``row_tile`` the query rows that share a load of K
+and V, and ``fold`` how the threads of a warp work together: by ``shuffle`` and its other
+instructions, or through ``shared`` memory where a device has none.
+
+With tensor cores ``stages`` steps of K and V lie in shared memory, on their way or there, and
+``key_warps`` warps take different keys of a step; the others share keys and take different rows;
+``q_in`` says whether q is kept in ``registers`` or read from ``shared`` memory at each step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tvmpaged.schedules.cuda_rules import VECTOR_BYTES, register_estimate
+from tvmpaged.schedules.cuda_rules import IDLE, VECTOR_BYTES, register_estimate
+from tvmpaged.schedules.mma_rules import LANES, SIDE, has_mma
 from tvmpaged.schedules.rules import Choices
 from tvmpaged.sm import WARP_SIZE
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec
@@ -31,6 +37,47 @@ def default_choices(spec: AttentionSpec) -> Choices:
         return {"threads": THREADS, "lanes": 4}
     if spec.kernel == "append_kv":
         return {"threads": WARP_SIZE, "lanes": VECTOR_BYTES // DTYPE_BYTES[spec.kv_dtype]}
+    if spec.kernel == "prefill" and has_mma(spec):
+        return mma_choices(spec)
+    return simt_choices(spec)
+
+
+def mma_choices(spec: AttentionSpec) -> Choices:
+    """Return an untuned list with tensor cores: four warps, two steps on their way.
+
+    In prefill two heights of 16 rows a warp halve what it reads of shared memory for each product;
+    q stays there, because its registers would be missing. What a warp holds grows with the head,
+    and so does a step: larger heads take fewer keys, the largest one height. In decode the warps
+    share the group's rows, 16 at a time, and take different keys.
+    """
+    dims = spec.head_dim + spec.head_dim_v
+    choices: Choices = {
+        "isa": "mma",
+        "fold": "shuffle",
+        "threads": THREADS,
+        "dim_threads": min(4, max(spec.head_dim, spec.head_dim_v) // LANES),
+        "lanes": LANES,
+        "stages": 2,
+    }
+    if spec.kernel == "decode":
+        return choices | {
+            "split_length": 256,
+            "row_tile": SIDE,
+            "keys_per_step": 64,
+            "key_warps": 4,
+            "q_in": "registers",
+        }
+    return choices | {
+        "split_length": 1024,
+        "row_tile": 128 if dims <= 2 * 128 else 64,
+        "keys_per_step": 64 if dims <= 2 * 64 else 32,
+        "key_warps": 1,
+        "q_in": "shared",
+    }
+
+
+def simt_choices(spec: AttentionSpec) -> Choices:
+    """Return an untuned list without tensor cores."""
     lanes = VECTOR_BYTES // DTYPE_BYTES[spec.kv_dtype]
     widest = max(spec.head_dim or MAX_HEAD_DIM, spec.head_dim_v or MAX_HEAD_DIM)
     along = 1
@@ -44,6 +91,7 @@ def default_choices(spec: AttentionSpec) -> Choices:
         "lanes": lanes,
         "split_length": 256 if spec.kernel == "decode" else 1024,
     }
+    choices |= IDLE
     # Several keys in flight before many rows: what is not in flight waits for memory.
     tries = [(rows, keys) for rows in _row_tiles(spec) for keys in KEYS]
     for rows, keys in [*tries, *((rows, 1) for rows in _row_tiles(spec))]:
@@ -63,7 +111,11 @@ def _row_tiles(spec: AttentionSpec) -> list[int]:
 
 
 def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:
-    """Return the open list: each option's values, those of the untuned default among them."""
+    """Return the open list: each option's values, those of the untuned default among them.
+
+    Where there are two forms, the first values are the untuned list of the one that is not the
+    default: they differ in many options, and a search starts from both.
+    """
     default = default_choices(spec)
     if spec.kernel not in ATTENTION_KERNELS or spec.is_generic:
         return {name: (value,) for name, value in default.items()}
@@ -77,6 +129,19 @@ def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:
         "lanes": {default["lanes"] // 2, default["lanes"]},
         "row_tile": {1, 2, 4, 8, 16, *(rows for rows in tiles if rows <= 16)},
         "keys_per_step": {8, 16, 32, 64, 128},
-        "split_length": {128, 256, 512, 1024, 2048} if group else {256},
+        "split_length": {128, 256, 512, 1024, 2048},
     }
-    return {name: tuple(sorted(each | {default[name]})) for name, each in values.items()}
+    values |= {name: {value} for name, value in IDLE.items()}
+    first: Choices = {}
+    if has_mma(spec):
+        values["isa"] |= {"mma"}
+        values["row_tile"] |= {32, 48, 64, 80, 128, 256}
+        values["key_warps"] |= {1, 2, 4, 8}
+        values["stages"] |= {1, 2, 3}
+        values["q_in"] |= {"registers", "shared"}
+        first = simt_choices(spec) if default["isa"] == "mma" else mma_choices(spec)
+    found = {}
+    for name, each in values.items():
+        rest = sorted((each | {default[name]}) - {first.get(name)})
+        found[name] = (first[name], *rest) if name in first else tuple(rest)
+    return found

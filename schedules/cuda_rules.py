@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tvmpaged.layout import layout_of
+from tvmpaged.schedules import mma_rules
 from tvmpaged.schedules.rules import Choices
 from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE, limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec, TargetKey
@@ -29,6 +30,8 @@ def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
 
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
     """Return what no compiled walk takes less than: V may be loaded once K has been used."""
+    if choices["isa"] == "mma":
+        return mma_rules.least_registers(spec, choices)
     return _row_registers(spec, choices) + max(_step_words(spec, choices))
 
 
@@ -53,6 +56,8 @@ def _keys(choices: Choices) -> int:
 
 def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
     """Return the shared memory of a walk: what its groups of threads fold at the end."""
+    if choices["isa"] == "mma":
+        return mma_rules.shared_bytes(spec, choices)
     groups = int(choices["threads"] // choices["dim_threads"])
     rows, dim_v = int(choices["row_tile"]), spec.head_dim_v or MAX_HEAD_DIM
     folded = 0
@@ -73,14 +78,17 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
         return f"threads={threads} is no multiple of {WARP_SIZE} up to {most}"
     if spec.kernel not in ATTENTION_KERNELS:
         return None
-    reason = _reject_shape(spec, choices)
+    reason = _reject_shape(spec, choices) or _reject_form(spec, choices)
     if reason:
         return reason
     registers = least_registers(spec, choices)
     most = min(found.registers_per_thread, found.registers_per_sm // threads)
     if registers > most:
         return f"a thread needs {registers} registers or more; it has {most}"
-    shared, room = shared_bytes(spec, choices), min(found.shared_per_block, STATIC_SHARED_BYTES)
+    room = found.shared_per_block
+    if choices["isa"] == "simt":  # its arrays are of sizes known when it is compiled
+        room = min(room, STATIC_SHARED_BYTES)
+    shared = shared_bytes(spec, choices)
     if shared > room:
         return f"a block needs {shared} bytes of shared memory; it has {room}"
     return None
@@ -88,7 +96,7 @@ def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | No
 
 def _reject_shape(spec: AttentionSpec, choices: Choices) -> str | None:
     lanes, along, threads = choices["lanes"], choices["dim_threads"], choices["threads"]
-    keys, rows, group = choices["keys_per_step"], choices["row_tile"], spec.group_size
+    keys = choices["keys_per_step"]
     for name, dim in (("head_dim", spec.head_dim), ("head_dim_v", spec.head_dim_v)):
         if dim % lanes:
             return f"lanes={lanes} does not divide {name}={dim}"
@@ -103,6 +111,20 @@ def _reject_shape(spec: AttentionSpec, choices: Choices) -> str | None:
         return f"keys_per_step={keys} is no multiple of the {threads // along} groups of threads"
     if choices["split_length"] % keys:
         return f"split_length={choices['split_length']} is no multiple of keys_per_step={keys}"
+    return None
+
+
+#: What means nothing without tensor cores, and where it stands then.
+IDLE: Choices = {"key_warps": 1, "stages": 1, "q_in": "registers"}
+
+
+def _reject_form(spec: AttentionSpec, choices: Choices) -> str | None:
+    if choices["isa"] == "mma":
+        return mma_rules.reject_shape(spec, choices)
+    for name, value in IDLE.items():
+        if choices[name] != value:
+            return f"{name}={choices[name]!r} means nothing under isa={choices['isa']!r}"
+    rows, group = choices["row_tile"], spec.group_size
     if spec.kernel == "decode" and group and rows > group:
         return f"row_tile={rows} is more than the group's {group} rows"
     return None

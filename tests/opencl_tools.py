@@ -1,14 +1,16 @@
 """GPU programs, executed without a GPU: as OpenCL on the CPU (PoCL), barriers and all.
 
 The programs, choices, plans and host wrappers are those of a CUDA artifact; only the code generator
-is another one, and sums along a key's threads go through local memory, where CUDA shuffles. So this
-proves indices, barriers and local memory; it proves neither shuffles nor anything about time.
+is another one, and what a warp's threads do together goes through local memory: shuffles, and the
+instructions that tensor cores need (`tvmpaged.kernels.warp_loops`). So this proves indices,
+barriers and local memory; it proves neither those instructions nor anything about time.
 
 The host wrapper is the one that TVM makes for a device: it checks the tensors and calls the kernel
 by its name with pointers, sizes and the launch's extents. Here that name is a Python function.
 """
 
 import ctypes
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,7 +28,8 @@ from tvmpaged import PagedAttention, build, schedules
 from tvmpaged.runtime import attention as runtime
 from tvmpaged.runtime.kernel_set import Kernel
 from tvmpaged.runtime.plan import PHASES
-from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
+from tvmpaged.schedules import cuda_choices
+from tvmpaged.spec import ATTENTION_KERNELS, RUN_TIME, AttentionSpec, TargetKey
 
 TARGET = TargetKey("cuda", "sm_90", "nvidia-h200")
 OPENCL = 4  # DLPack's number of the device type
@@ -41,7 +44,8 @@ class Built:
     spec : AttentionSpec
         Of float32 or bfloat16: PoCL 3.0 has no half.
     changes : dict
-        Choices that differ from the untuned default of the CUDA target.
+        Choices that differ from the untuned default of the CUDA target; of another ``isa``, from
+        the untuned list with that.
     edit : callable, optional
         Changes the OpenCL source: faults are planted with it.
     """
@@ -53,12 +57,12 @@ class Built:
         edit: Callable[[str], str] = lambda source: source,
     ) -> None:
         self.spec = spec
-        self.choices = schedules.default_choices(spec, TARGET)
+        self.choices = _start(spec, (changes or {}).get("isa"))
         if "fold" in self.choices:
             self.choices["fold"] = "shared"
         self.choices |= changes or {}
         module = build.build_module(spec, TARGET, self.choices)
-        self._host, self._device, source = _compile(module)
+        self._host, self._device, source = _compile(module, self.choices.get("isa") == "mma")
         queue = _queue()
         program = cl.Program(queue.context, edit(source)).build()
         self._kernel = cl.Kernel(program, f"{spec.kernel}_kernel")
@@ -97,14 +101,24 @@ class Built:
         queue.finish()
 
 
+def _start(spec: AttentionSpec, isa: str | None) -> Choices:
+    """Return the choices of CUDA's untuned default, or of the untuned list with an isa."""
+    lists = {"simt": cuda_choices.simt_choices, "mma": cuda_choices.mma_choices}
+    return lists[isa](spec) if isa else schedules.default_choices(spec, TARGET)
+
+
 @cache
 def _queue() -> cl.CommandQueue:
     (platform,) = (each for each in cl.get_platforms() if "Portable" in each.name)
     return cl.CommandQueue(cl.Context(platform.get_devices()))
 
 
-def _compile(module: tvm.IRModule) -> tuple[Any, Any, str]:
-    """Return the host wrapper, the device function and its OpenCL source."""
+def _compile(module: tvm.IRModule, has_fragments: bool) -> tuple[Any, Any, str]:
+    """Return the host wrapper, the device function and its OpenCL source.
+
+    Fragments are registers on a GPU. Written out they lie in local memory, and TVM, which would let
+    arrays share it as if all threads were as far as each other, is kept from that.
+    """
     generate, found = tvm.get_global_func("target.build.opencl"), []
 
     def keep(device: tvm.IRModule, target: tvm.target.Target) -> Any:
@@ -114,15 +128,26 @@ def _compile(module: tvm.IRModule) -> tuple[Any, Any, str]:
     tvm_ffi.register_global_func("target.build.opencl", keep, override=True)
     try:
         target = tvm.target.Target({"kind": "opencl"}, host={"kind": "llvm"})
-        host = tvm.compile(module, target=target).mod
+        with tvm.transform.PassContext(
+            disabled_pass=build.GPU_PASSES_OFF,
+            config={"tirx.disable_storage_rewrite": has_fragments},
+        ):
+            host = tvm.compile(module, target=target).mod
     finally:
         tvm_ffi.register_global_func("target.build.opencl", generate, override=True)
     (device,) = found
     (function,) = device.functions.values()
-    source = host.imports[0].inspect_source()
+    source = _hoist(host.imports[0].inspect_source())
     host.clear_imports()  # TVM has no OpenCL runtime; the name is looked up among Python's instead
     tvm_ffi.register_global_func("__tvm_set_device", lambda *_: None, override=True)
     return host, function, source
+
+
+def _hoist(source: str) -> str:
+    """Declare local memory where OpenCL wants it, at a kernel's beginning."""
+    declared = re.compile(r"^ *__local \w+ \w+\[\d+\];\n", re.MULTILINE)
+    found = "".join(declared.findall(source))
+    return re.sub(r"__kernel [^{;]*\{\n", lambda k: k[0] + found, declared.sub("", source))
 
 
 def _memory(tensor: torch.Tensor) -> cl.SVM:
@@ -153,6 +178,49 @@ def _as_opencl(tensor: torch.Tensor) -> Any:
             return OPENCL, 0
 
     return tvm_ffi.from_dlpack(Exporter())
+
+
+def warp_attention(
+    group_size: int,
+    head_dim: int,
+    block_size: int,
+    *,
+    layout: str = "HND",
+    at_run_time: bool = False,
+    prefill: Choices | None = None,
+    decode: Choices | None = None,
+    **more: Any,
+) -> PagedAttention:
+    """Return a `PagedAttention` of bfloat16 whose kernels multiply as tensor cores do.
+
+    Parameters
+    ----------
+    group_size, head_dim, block_size, layout, more
+        As of `gpu_attention`.
+    at_run_time : bool
+        Take programs to which block and group size are arguments: one for all of them.
+    prefill, decode : dict, optional
+        Choices that differ from `cuda_choices.mma_choices`.
+    """
+    built = {}
+    for kernel, each in (("prefill", prefill), ("decode", decode)):
+        spec = AttentionSpec.make(
+            kernel, "bfloat16", head_dim, group_size, block_size, layout=layout
+        )
+        if at_run_time:
+            spec = replace(spec, group_size=RUN_TIME, block_size=RUN_TIME)
+        changes = {"isa": "mma"} | (each or {})
+        built[kernel] = _built(spec, tuple(changes.items()))
+    return gpu_attention(
+        group_size,
+        head_dim,
+        block_size,
+        "bfloat16",
+        layout=layout,
+        built=built,
+        generic=True,
+        **more,
+    )
 
 
 @cache

@@ -44,7 +44,8 @@ def cases() -> list[tuple[AttentionSpec, str]]:
     if os.environ.get("TVMPAGED_TEST_SPECS") == "full":
         common = attention_specs(*((dtype, *sizes) for dtype in DTYPES for sizes in COMMON))
         return list(product([*common, *base_specs()], ARCHS))
-    some = attention_specs(("bfloat16", 128, 8), ("float16", 64, 3), ("float32", 80, 7))
+    sizes = (("bfloat16", 128, 8), ("float16", 64, 3), ("float32", 80, 7), ("bfloat16", 256, 4))
+    some = attention_specs(*sizes)
     rest = [AttentionSpec.make(name, "bfloat16") for name in ("decode", "merge", "append_kv")]
     rest.append(AttentionSpec.make("copy_blocks", "float32"))
     specs = [*some, *rest]
@@ -63,6 +64,17 @@ def test_the_default_compiles_and_keeps_all_in_registers(
     if "isa" in choices:
         assert taken.registers >= schedules.cuda_rules.least_registers(spec, choices)
         assert taken.shared_bytes == schedules.cuda_rules.shared_bytes(spec, choices)
+
+
+@pytest.mark.parametrize("changes", [{}, {"stages": 3, "q_in": "shared"}], ids=str)
+def test_a_decode_with_tensor_cores_compiles(changes: dict[str, object], tmp_path: Path) -> None:
+    spec, sm_90 = attention_specs(("bfloat16", 128, 4))[0], target("sm_90")
+    choices = schedules.cuda_choices.mma_choices(spec) | changes
+    taken = build.build_artifact(spec, sm_90, choices, tmp_path / "kernel.so")
+    assert taken is not None
+    assert (taken.spill_bytes, taken.stack_bytes) == (0, 0)
+    assert taken.registers >= schedules.cuda_rules.least_registers(spec, choices)
+    assert taken.shared_bytes == schedules.cuda_rules.shared_bytes(spec, choices)
 
 
 LOAD = """

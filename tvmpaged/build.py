@@ -17,6 +17,9 @@ __all__ = ["build_artifact", "build_module", "source_sha256", "symbol_name", "tv
 
 #: The host's part of a GPU's artifact checks tensors and launches; it runs on every CPU we run on.
 HOST_CPU = "x86-64-v3"
+#: Passes of TVM that a GPU's programs are compiled without. It would add barriers where it suspects
+#: a conflict in shared memory, and fails where that is under a condition; programs have their own.
+GPU_PASSES_OFF = ["s_tir.ThreadSync"]
 
 
 def symbol_name(spec: AttentionSpec) -> str:

@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,31 @@ def load_cuda(nvcc: Path, folder: Path) -> None:
     ctypes.CDLL(str(find(RUNTIME_CUDA)), ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
+@contextmanager
+def _dynamic_shared() -> Iterator[list[int]]:
+    """Give a list of the shared memory that kernels compiled meanwhile take at their launch.
+
+    ptxas does not see that memory: the host's part asks for it.
+    """
+    import tvm
+    import tvm_ffi
+    from tvm.s_tir.analysis import calculate_allocated_bytes
+
+    name = "target.build.cuda"
+    generate, found = tvm.get_global_func(name), list[int]()
+
+    def watch(device: tvm.IRModule, target: tvm.target.Target) -> Any:
+        scopes = calculate_allocated_bytes(device).values()
+        found.extend(int(each.get("shared.dyn", 0)) for each in scopes)
+        return generate(device, target)
+
+    tvm_ffi.register_global_func(name, watch, override=True)
+    try:
+        yield found
+    finally:
+        tvm_ffi.register_global_func(name, generate, override=True)
+
+
 @cache
 def _prepared(nvcc: Path) -> None:
     """Load TVM's CUDA runtime once in this process."""
@@ -72,7 +99,7 @@ def compile_here(
     import tvm
     import tvm_ffi
 
-    from tvmpaged.build import tvm_target
+    from tvmpaged.build import GPU_PASSES_OFF, tvm_target
 
     found: list[Resources] = []
     refused: list[ValueError] = []
@@ -88,13 +115,16 @@ def compile_here(
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_source, override=True)
     try:
-        compiled = tvm.compile(module, target=tvm_target(target))
+        context = tvm.transform.PassContext(disabled_pass=GPU_PASSES_OFF)
+        with _dynamic_shared() as dynamic_bytes, context:
+            compiled = tvm.compile(module, target=tvm_target(target))
     except Exception:
         if refused:
             raise refused[0] from None
         raise
     (resources,) = found
-    return compiled, resources
+    taken = replace(resources, shared_bytes=resources.shared_bytes + sum(dynamic_bytes))
+    return compiled, taken
 
 
 def build_here(

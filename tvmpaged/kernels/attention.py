@@ -8,11 +8,12 @@ Gimelshein 2018, "Online normalizer calculation for softmax")::
     worker -> item -> row_tile -> kv_step: scores = q.K   masked   maximum   probs   acc += probs.V
 
 How a tile of rows is walked is a part of its own: by a CPU's worker with vectors (`walk_vectors`)
-or by a GPU's thread block (`walk_threads`). A worker is a thread there and a block here, and all
-else is the same. Which loops are spread over threads, vectorised or unrolled is the schedule's
-business. What no schedule primitive expresses is a choice that changes the program: ``step`` "rows"
-(`step_rows`, few rows), "columns" (`step_columns`, many) or "pairs" (`step_pairs`, for a cache in
-that layout), the tile sizes, and how far ahead and into which cache level K and V are prefetched.
+or by a GPU's thread block, without tensor cores (`walk_threads`) or with them (`walk_warps`). A
+worker is a thread there and a block here, and all else is the same. Which loops are spread over
+threads, vectorised or unrolled is the schedule's business. What no schedule primitive expresses is
+a choice that changes the program: ``step`` "rows" (`step_rows`, few rows), "columns"
+(`step_columns`, many) or "pairs" (`step_pairs`, for a cache in that layout), the tile sizes, and
+how far ahead and into which cache level K and V are prefetched.
 
 Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
 of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and
@@ -29,7 +30,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx, walk_threads, walk_vectors
+from tvmpaged.kernels import amx, walk_threads, walk_vectors, walk_warps
 from tvmpaged.kernels.tile import WHOLE, Tile
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.worklist import ITEM_FIELDS, Item
@@ -56,8 +57,9 @@ def attention(spec: AttentionSpec, choices: dict[str, Any]) -> tvm.IRModule:
     t = Tile.make(spec, choices)
     rows = t.rows
     tiles = choices["isa"] == "amx"
-    threads = choices["isa"] == "simt"
-    walk = (walk_threads if threads else walk_vectors).walk(t)
+    threads = choices["isa"] in ("simt", "mma")
+    forms = {"simt": walk_threads, "mma": walk_warps}
+    walk = forms.get(choices["isa"], walk_vectors).walk(t)
     configure = amx.configure(t.registers) if tiles else None
     c = t.cache
     k_strides, v_strides = c.strides(c.head_dim_extent, "k"), c.strides(c.head_dim_v_extent, "v")

@@ -1,0 +1,283 @@
+"""Attention with tensor cores, its instructions written out and executed on OpenCL.
+
+What this proves: that the program computes attention if each instruction of a warp does what PTX
+says: places in shared memory, fragments, masks, sums, rows, barriers of the block. What it does
+not: that instructions do so, that a copy has arrived when it is waited for (here it is done when it
+is started), in which order a tensor core adds, and time. float16 is not executed (PoCL 3.0 has no
+half); its program is bfloat16's under another name, which is tested.
+"""
+
+import ast
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from cases import assert_equals_reference, make_case
+from opencl_tools import TARGET, Built, gpu_attention, warp_attention
+
+from tvmpaged import PagedAttention, build, schedules
+from tvmpaged.kernels.warp_grid import Warps, left_holder, right_holder, sum_place
+from tvmpaged.schedules import cuda_choices
+from tvmpaged.sm import LIMITS
+from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
+from tvmpaged.tuning.candidates import Candidates
+
+Choices = dict[str, Any]
+
+#: (head_dim, group_size, block_size, layout): a power of two and none, large and least; rows
+#: that leave copying threads without a part (80); blocks smaller than a step, and larger.
+SIZES = [
+    (64, 3, 16, "HND"),
+    (80, 7, 1, "NHD"),
+    (128, 4, 16, "NHD"),
+    (256, 8, 256, "HND"),
+    (16, 5, 3, "HND"),
+]
+
+#: Choices of prefill beside the default: q in registers; one step at a time; three; warps along the
+#: keys; one warp; threads that share a row of K otherwise.
+PREFILL: list[Choices] = [
+    {"q_in": "registers", "row_tile": 64, "keys_per_step": 32},
+    {"stages": 1, "keys_per_step": 32},
+    {"stages": 3, "keys_per_step": 16, "dim_threads": 8, "row_tile": 64},
+    {"key_warps": 2, "row_tile": 64, "q_in": "registers"},
+    {"threads": 32, "row_tile": 16, "keys_per_step": 16, "dim_threads": 2, "split_length": 128},
+]
+#: Of decode: q read at each step; one warp; more keys at once.
+OF_DECODE: list[Choices] = [
+    {"q_in": "shared"},
+    {"threads": 32, "key_warps": 1, "keys_per_step": 16, "stages": 3},
+    {"threads": 256, "key_warps": 8, "keys_per_step": 128, "stages": 1},
+]
+
+
+def check(attn: PagedAttention, rng: np.random.Generator) -> None:
+    """Decode and prefill in one step: kv ranges, tiles of rows, rows and steps that see nothing."""
+    many = 150 // (attn.num_qo_heads // attn.num_kv_heads)
+    q_lens = [1, 1, 1, many, 5, 0, 2]
+    seq_lens = [1, attn.block_size, 300, many + 90, 40, 3, 1]
+    assert_equals_reference(attn, make_case(rng, attn, q_lens, seq_lens))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_specialised_programs(sizes: tuple[Any, ...], rng: np.random.Generator) -> None:
+    head_dim, group_size, block_size, layout = sizes
+    attn = warp_attention(group_size, head_dim, block_size, layout=layout)
+    check(attn, rng)
+
+
+@pytest.mark.parametrize("changes", PREFILL, ids=str)
+def test_every_choice_of_prefill_gives_the_same_numbers(
+    changes: Choices, rng: np.random.Generator
+) -> None:
+    check(warp_attention(3, 48, 16, prefill=changes), rng)
+
+
+@pytest.mark.parametrize("changes", OF_DECODE, ids=str)
+def test_every_choice_of_decode_gives_the_same_numbers(
+    changes: Choices, rng: np.random.Generator
+) -> None:
+    check(warp_attention(17, 48, 16, decode=changes), rng)
+
+
+# -- fragments, beside TVM's own descriptions of its tensor intrinsics
+
+
+def tvms_own(name: str) -> Callable[..., Any]:
+    """Return a function of TVM's tensor intrinsics, whose import would parse them all (20 s)."""
+    file = Path(tvm.__file__).parent / "s_tir/tensor_intrin/cuda.py"
+    (node,) = (
+        each
+        for each in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(each, ast.FunctionDef) and each.name == name
+    )
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module([node], []), str(file), "exec"), names)
+    return names[name]  # type: ignore[no-any-return]
+
+
+def test_fragments_are_those_of_tvms_own_descriptions() -> None:
+    """Of 16 x 16: a left factor, and two sums side by side."""
+    layout = tvms_own("shared_16x16_to_ldmatrix_32x8_layout")
+    for i, j in product(range(16), range(16)):
+        lane, element = layout(i, j)
+        register, half = divmod(element, 2)
+        assert left_holder(i, j) == (lane, register, half)
+        side, register = divmod(element, 4)
+        assert sum_place(lane, register) == (i, j - side * 8)
+
+
+def test_a_right_factor_is_a_left_ones_upper_half_transposed() -> None:
+    for k, column in product(range(16), range(8)):
+        lane, register, half = left_holder(column, k)
+        assert right_holder(k, column) == (lane, register // 2, half)
+
+
+def test_float16_is_the_same_program_under_other_names() -> None:
+    """With instructions: what differs is the type of buffers, products and roundings."""
+
+    def program(dtype: str, kernel: str) -> str:
+        spec = AttentionSpec.make(kernel, dtype, 64, 3, 16)
+        return build.build_module(spec, TARGET, cuda_choices.mma_choices(spec)).script()
+
+    for kernel in ATTENTION_KERNELS:
+        half, brain = program("float16", kernel), program("bfloat16", kernel)
+        assert '"f16"' in half
+        assert (
+            re.sub(r"\bf16\b", "bf16", half.replace("float16", "bfloat16")).replace(
+                "f16x2", "bf16x2"
+            )
+            == brain
+        )
+
+
+# -- planted faults: each must show, or the checks above prove nothing
+
+#: Two tiles of 32 rows in prefill, two warps of them along the keys, and three steps on their way.
+PLANTED = {
+    "threads": 128,
+    "key_warps": 2,
+    "row_tile": 32,
+    "keys_per_step": 32,
+    "stages": 3,
+    "q_in": "registers",
+}
+SPEC = AttentionSpec.make("prefill", "bfloat16", 32, 3, 16)
+
+
+def prefill(built: Built) -> None:
+    attn = gpu_attention(3, 32, 16, "bfloat16", built={"prefill": built}, generic=True)
+    case = make_case(np.random.default_rng(0), attn, [17, 2], [70, 40])
+    assert_equals_reference(attn, case)
+
+
+def test_without_a_fault() -> None:
+    prefill(Built(SPEC, {"isa": "mma"} | PLANTED))
+
+
+def planted(edit: Callable[[str], str]) -> None:
+    """Run the case with a fault in the source."""
+
+    def changed(source: str) -> str:
+        faulty = edit(source)
+        assert faulty != source, "nothing was planted"
+        return faulty
+
+    prefill(Built(SPEC, {"isa": "mma"} | PLANTED, changed))
+
+
+@pytest.mark.parametrize(
+    ("what", "right", "wrong"),
+    [
+        ("the last tile of rows is dropped", r"\(row_end \+ 31\)", "row_end"),
+        ("a slot past the block's end is read", r"% 16\);", "% 16) + 1;"),
+        ("the block after the key's is read", r"/ 16\) \+ \(seq", "/ 16) + 1 + (seq"),
+        ("keys that a row does not see are used", r"< limits_ptr\[", "< 9 + limits_ptr["),
+        ("a warp is left out of the fold", r"; (g\w*) < 2;", r"; \1 < 1;"),
+        ("another step's stage is read", r"\(s % 3\)", "((s + 1) % 3)"),
+    ],
+)
+def test_a_planted_fault_shows(what: str, right: str, wrong: str) -> None:
+    with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
+        planted(lambda source: re.sub(right, wrong, source))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("q_place", lambda w, lane: lane // 8 % 2 * 8 + lane % 8 * w.q_pitch),
+        ("k_place", lambda w, lane: lane % 16 * w.k_pitch + lane // 16 * 8),
+        ("v_place", lambda w, lane: lane // 16 * 8 * w.v_pitch + lane % 8 * w.v_pitch),
+        ("row", lambda w, at, value: at.row_warp * 16 + at.lane // 4 * 2 + value),
+    ],
+)
+def test_a_wrong_place_of_a_fragment_shows(
+    name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places in shared memory that lanes name to a load, and the rows of their sums."""
+    monkeypatch.setattr(Warps, name, wrong)
+    with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
+        prefill(Built(SPEC, {"isa": "mma"} | PLANTED))
+
+
+# -- choices and rules
+
+
+@pytest.mark.parametrize("arch", [f"sm_{major}{minor}" for major, minor in LIMITS])
+def test_lists_with_tensor_cores_fit_every_head_and_group(arch: str) -> None:
+    target = TargetKey("cuda", arch, "a-gpu")
+    dims, groups = range(16, 257, 16), (*range(1, 18), 48, 71, 256)
+    for kernel, dtype, dim, group in product(
+        ATTENTION_KERNELS, ("float16", "bfloat16"), dims, groups
+    ):
+        spec = AttentionSpec.make(kernel, dtype, dim, group, 16)
+        assert schedules.reject(spec, target, cuda_choices.mma_choices(spec)) is None, spec
+        assert schedules.reject(spec, target, schedules.default_choices(spec, target)) is None, spec
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "isa"),
+    [
+        ("bfloat16", 128, "mma"),
+        ("float16", 80, "mma"),
+        ("float32", 128, "simt"),
+        ("bfloat16", 72, "simt"),
+        ("bfloat16", 512, "simt"),
+        ("bfloat16", 0, "simt"),
+    ],
+)
+def test_prefill_takes_tensor_cores_where_it_can(dtype: str, head_dim: int, isa: str) -> None:
+    spec = AttentionSpec.make(
+        "prefill", dtype, head_dim, 4 if head_dim else 0, 16 if head_dim else 0
+    )
+    assert schedules.default_choices(spec, TARGET)["isa"] == isa
+    assert ("mma" in schedules.space(spec, TARGET)["isa"]) == (isa == "mma")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lanes": 4}, "lanes=4 are not the 8 of one copy"),
+        ({"key_warps": 3}, "key_warps=3 does not divide the 4 warps"),
+        ({"row_tile": 96}, "row_tile=96 is no multiple of 16 rows of each of 4 warps"),
+        ({"key_warps": 2, "row_tile": 64, "keys_per_step": 32, "dim_threads": 8}, None),
+        ({"key_warps": 4, "row_tile": 64, "keys_per_step": 32}, "no multiple of 16 keys of each"),
+        ({"stages": 4}, "stages=4 is none of 1, 2 and 3"),
+        ({"q_in": "memory"}, "q_in='memory' is neither"),
+        ({"keys_per_step": 256, "row_tile": 64}, "a block needs 295936 bytes of shared memory"),
+        ({"q_in": "registers", "keys_per_step": 128}, "a thread needs 328 registers or more"),
+        (
+            {"isa": "simt", "row_tile": 4, "stages": 1},
+            "q_in='shared' means nothing under isa='simt'",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_built_are_refused(changes: Choices, reason: str | None) -> None:
+    spec = AttentionSpec.make("prefill", "bfloat16", 128, 4, 16)
+    found = schedules.reject(spec, TARGET, cuda_choices.mma_choices(spec) | changes)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_decode_does_not_leave_16_rows_empty() -> None:
+    spec = AttentionSpec.make("decode", "bfloat16", 128, 4, 16)
+    choices = cuda_choices.mma_choices(spec) | {"row_tile": 32}
+    assert "leaves 16 rows or more of the group's 4 empty" in str(
+        schedules.reject(spec, TARGET, choices)
+    )
+
+
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
+def test_a_search_starts_from_both_forms(kernel: str) -> None:
+    spec = AttentionSpec.make(kernel, "bfloat16", 128, 4, 16)
+    reject = partial(schedules.reject, spec, TARGET)
+    candidates = Candidates(
+        schedules.space(spec, TARGET), reject, schedules.default_choices(spec, TARGET)
+    )
+    found = [each["isa"] for each in candidates.anchors]
+    assert min(found.count("simt"), found.count("mma")) > 10
