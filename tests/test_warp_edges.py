@@ -4,6 +4,7 @@ Decode and prefill, both with the instructions of a warp written out. Block and 
 arguments here, so that few programs are compiled; `test_walk_warps` takes specialised ones.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from opencl_tools import warp_attention
 from tvmpaged import PagedAttention
 
 Attention = Callable[..., PagedAttention]
+
+if os.environ.get("TVMPAGED_TEST_SPECS") != "full":
+    pytest.skip("takes PoCL many minutes; ci/cuda.sh runs it", allow_module_level=True)
 
 LEFT_OUT = {
     # OpenCL's host side runs in this process and thread only.
