@@ -1,5 +1,6 @@
 """From a spec to a library: every spec builds for every target, and the same spec to the same."""
 
+import ast
 import ctypes
 import subprocess
 import sys
@@ -73,19 +74,52 @@ def test_the_source_hash_is_the_same_in_every_process() -> None:
     assert other.stdout.strip() == build.source_sha256()
 
 
+#: What building imports, and what no byte of an artifact hangs on.
+NEUTRAL = {"errors.py", "sources.py", "tvm_libs.py", "gpu.py", "driver.py"}
+
+
+def imported(file: Path) -> set[str]:
+    """Return the modules of this package that a file names in its imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return {each for each in found if each.startswith("tvmpaged.")}
+
+
+def test_the_source_hash_covers_all_that_building_imports() -> None:
+    package, schedules_folder = sources._PACKAGE, sources._schedules()
+    left = [package / "build.py", package / "cuda_build.py", package / "cuda_child.py"]
+    left += [*(package / "kernels").glob("*.py"), *schedules_folder.glob("*.py")]
+    seen: set[Path] = set()
+    while left:
+        file = left.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        names = {each.removeprefix("tvmpaged.").replace(".", "/") for each in imported(file)}
+        left += [each for each in (package / f"{name}.py" for name in names) if each.exists()]
+    loose = {each.name for each in seen if each.parent == package}
+    assert loose - NEUTRAL <= set(sources._SOURCES)
+    assert {"cpu.py", "sm.py"} <= loose  # the walk finds what it should
+
+
 def test_the_source_hash_follows_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file that decides the code counts: a changed byte makes another hash."""
     before = build.source_sha256()
-    for name in ("spec.py", "layout.py", "worklist.py", "build.py"):
-        (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
+    for name in sources._SOURCES:
+        if name.endswith(".py"):
+            (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
     (tmp_path / "kernels").mkdir()
     for file in Path(kernels.__file__).parent.glob("*.py"):
         (tmp_path / "kernels" / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
     assert build.source_sha256() == before
-    for name in ("spec.py", "worklist.py", "build.py", "kernels/tile.py"):
+    for name in ("spec.py", "worklist.py", "build.py", "nvcc.py", "sm.py", "kernels/tile.py"):
         known = build.source_sha256()
         with (tmp_path / name).open("a") as file:
             file.write("\n")

@@ -8,7 +8,19 @@ from pathlib import Path
 
 #: What decides an artifact's code, besides spec, choices and the compiler.
 _PACKAGE = Path(__file__).parent
-_SOURCES = ("spec.py", "layout.py", "worklist.py", "build.py", "kernels", "schedules")
+_SOURCES = (
+    "spec.py",
+    "layout.py",
+    "worklist.py",
+    "build.py",
+    "cpu.py",
+    "sm.py",
+    "nvcc.py",
+    "cuda_build.py",
+    "cuda_child.py",
+    "kernels",
+    "schedules",
+)
 
 
 def source_sha256() -> str:

@@ -107,7 +107,7 @@ class Session:
             spec=self.task.spec,
             phase=phase,
             trials=len(self.trials),
-            num_trials=self.num_trials,
+            num_trials=max(self.num_trials, len(self.trials)),  # a longer log counts whole
             failures=sum(self.failures().values()),
             best_us=best.median_us if best is not None else None,
             default_us=unit,
