@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tvmpaged.planning.indices import check_distinct_slots, index_array
@@ -38,8 +39,7 @@ def check_slots(value: Any, num_slots: int, place: Place, *, distinct: bool = Tr
         )
     if distinct:
         check_distinct_slots("slot_mapping", slots)
-    aligned = torch.empty(len(slots), dtype=torch.int64).copy_(torch.from_numpy(slots))
-    return place.put(aligned)
+    return place.put(_aligned(slots, torch.int64))
 
 
 def check_copies(value: Any, num_blocks: int, place: Place) -> torch.Tensor:
@@ -75,5 +75,11 @@ def check_copies(value: Any, num_blocks: int, place: Place) -> torch.Tensor:
     both = np.intersect1d(copies[:, 0], destinations)
     if len(both):
         raise ValueError(f"block_copies has block {both[0]} as a source and as a destination")
-    aligned = torch.empty(copies.shape, dtype=torch.int32).copy_(torch.from_numpy(copies))
-    return place.put(aligned)
+    return place.put(_aligned(copies, torch.int32))
+
+
+def _aligned(values: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy in memory of torch's own, whatever the strides of the values are."""
+    found = torch.empty(values.shape, dtype=dtype)
+    found.numpy()[...] = values
+    return found

@@ -99,7 +99,7 @@ class Launch:
         num_qo_heads, head_dim = self._row
         rows, lines, width = self._block
         shape = k_cache.shape
-        num_blocks = shape[0]
+        num_blocks = shape[0] if shape else 0
         # The generic artifacts take any sizes, and none knows how many kv heads the plan names.
         if (
             q.shape != (plan.num_tokens, num_qo_heads, head_dim)

@@ -58,7 +58,10 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         raise ValueError(
             f"out_b has shape {tuple(second.shape)}, but out_a has {tuple(first.shape)}"
         )
-    place = place_of(first.device)
+    try:
+        place = place_of(first.device)
+    except ValueError as error:
+        raise ValueError(f"out_a cannot be served: {error}") from error
     outs = [
         check_rows(name, value, heads, dim, first.dtype, place.device, stage=True)
         for name, value in (("out_a", out_a), ("out_b", out_b))
