@@ -153,10 +153,11 @@ def make_plan(
         "partial_lse": (rows, num_qo_heads),
         "lse": (step.num_tokens, num_qo_heads),
     }
-    buffers = lay_out(arrays, scratch, place, frame, into, spare)
-    tensors = buffers.tensors
-    slots = tensors["slots"]
-    slot_mapping = slots if place.is_gpu else torch.from_numpy(step.slot_mapping)
+    with torch.inference_mode(False):  # whose tensors do not count the writes to them
+        buffers = lay_out(arrays, scratch, place, frame, into, spare)
+        tensors = buffers.tensors
+        slots = tensors["slots"]
+        slot_mapping = slots if place.is_gpu else torch.from_numpy(step.slot_mapping)
     plan = Plan(
         signature=signature,
         slot_mapping=slot_mapping,
