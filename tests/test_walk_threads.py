@@ -137,7 +137,7 @@ def test_a_skipped_barrier_shows(index: int) -> None:
     [
         ("the last tile of a group is dropped", r"\(row_end \+ 1\)", "row_end"),
         ("a slot past the block's end is read", r"% 16\);", "% 16) + 1;"),
-        ("the block after the key's is read", r"/ 16\)", "/ 16 + 1)"),
+        ("the block after the key's is read", r"/ (\(uint\)16|16u?)\)", r"/ \1 + 1)"),
         ("keys past the end are used", r"< limit_ptr\[", "< 9 + limit_ptr["),
         ("one group of threads is left out of the fold", r"g_1 < 4", "g_1 < 3"),
         (
