@@ -15,14 +15,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tvmpaged.bundle import Built, Manifest, host_for, read_manifest, resolve, scan, write
+from tvmpaged.bundle import Built, Manifest, read_manifest, write
 from tvmpaged.bundle.search import BUNDLE_VARIABLE, SIGNATURE_VARIABLE
-from tvmpaged.cpu import native_target
-from tvmpaged.gpu import gpu_of, target_of
+from tvmpaged.gpu import gpu_of
 from tvmpaged.spec import AttentionSpec, TargetKey
 
 #: A child that takes longer hangs: an artifact takes well under a second.
 _TIMEOUT_S = 600.0
+#: Name and outcome of a check of what this machine cannot run, or the runtime does not serve.
+_NOT_RUN = ("numbers", "not run")
 
 
 def try_out(
@@ -44,46 +45,35 @@ def try_out(
         return {}, ""
     beside = [each for each in built if each not in tuned]
     with tempfile.TemporaryDirectory(prefix="tvmpaged-tryout-") as folder:
-        write(header, tuned[:1], Path(folder))
-        (found,) = scan(Path(folder))
-        here = resolve(tuned[0].artifact.spec, host_for(_here(header.target)[0]), [found])
-        if here.rejected:
-            return {}, here.rejected[0].reason
-    return _wrong(header, tuned, beside, bundle), ""
-
-
-def _wrong(
-    header: Manifest, tuned: Sequence[Built], beside: Sequence[Built], bundle: Path
-) -> dict[AttentionSpec, str]:
-    with tempfile.TemporaryDirectory(prefix="tvmpaged-tryout-") as folder:
         top = Path(folder)
-        write(header, [*tuned, *beside], top)
+        write(header, built, top)
         names = {each.file: each.spec for each in read_manifest(top, header.target).artifacts}
-        checks, death = _verify(top, bundle, _here(header.target)[1])
+        checks, death = _verify(top, bundle, _device(header.target))
     if death and len(tuned) > 1:
         # Which one it was shows when they run apart.
         half = len(tuned) // 2
-        parts = tuned[:half], tuned[half:]
-        return {
-            spec: reason
-            for part in parts
-            for spec, reason in _wrong(header, part, beside, bundle).items()
-        }
+        parts = [try_out(header, [*part, *beside], bundle) for part in (tuned[:half], tuned[half:])]
+        return parts[0][0] | parts[1][0], parts[0][1] or parts[1][1]
+    mine = {each.artifact.spec: death for each in tuned}
     if death:
-        return {tuned[0].artifact.spec: death}
-    found: dict[AttentionSpec, str] = {}
+        return mine, ""
+    wrong: dict[AttentionSpec, str] = {}
+    not_run: dict[str, None] = {}
     for each in checks:
         spec = names.get(each["what"])
-        if each["outcome"] == "failed" and spec in {one.artifact.spec for one in tuned}:
-            before = found.get(spec, "its record's kernel is wrong")
-            found[spec] = f"{before}; {each['name']}: {each['detail']}"
-    return found
+        if spec in mine and each["outcome"] == "failed":
+            before = wrong.get(spec, "its record's kernel is wrong")
+            wrong[spec] = f"{before}; {each['name']}: {each['detail']}"
+        # Of one artifact, or of the whole folder.
+        elif (spec is None or spec in mine) and (each["name"], each["outcome"]) == _NOT_RUN:
+            not_run[each["detail"]] = None
+    return wrong, "; ".join(not_run)
 
 
-def _here(target: TargetKey) -> tuple[TargetKey, str]:
-    """Return this machine's device that a target may run on, as a target and as torch calls it."""
+def _device(target: TargetKey) -> str:
+    """Return what may run a target's kernels here, as torch calls it."""
     gpu = gpu_of(target) if target.kind == "cuda" else None
-    return (native_target(), "cpu") if gpu is None else (target_of(gpu), f"cuda:{gpu.index}")
+    return "cpu" if gpu is None else f"cuda:{gpu.index}"
 
 
 def _verify(top: Path, bundle: Path, device: str = "cpu") -> tuple[list[dict[str, str]], str]:

@@ -151,7 +151,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
                     T.float32(NEG_INF),
                 )
                 top[r] = T.max(top[r], scores[r, j])
-            # See step_rows: 0 stands in for the -inf of a row that has seen no key yet.
+            # See row_softmax: 0 stands in for the -inf of a row that has seen no key yet.
             base[r] = T.Select(top[r] == T.float32(NEG_INF), T.float32(0), top[r])
             rescale[r] = T.exp2((row_max[r] - base[r]) * T.float32(LOG2E))
             row_max[r] = top[r]
