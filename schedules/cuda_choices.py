@@ -50,7 +50,8 @@ def mma_choices(spec: AttentionSpec) -> Choices:
     In prefill two heights of 16 rows a warp halve what it reads of shared memory for each product;
     q stays there, because its registers would be missing. What a warp holds grows with the head,
     and so does a step: larger heads take fewer keys, the largest one height. In decode the warps
-    share the group's rows, 16 at a time, and take different keys.
+    share the group's rows, 16 at a time, and take different keys; two steps of four warps and a
+    head above 160 are more than the shared memory of sm_86.
     """
     dims = spec.head_dim + spec.head_dim_v
     choices: Choices = {
@@ -62,11 +63,13 @@ def mma_choices(spec: AttentionSpec) -> Choices:
         "stages": 2,
     }
     if spec.kernel == "decode":
+        key_warps = 4 if dims <= 2 * 160 else 2
         return choices | {
+            "threads": WARP_SIZE * key_warps,
             "split_length": 256,
             "row_tile": SIDE,
-            "keys_per_step": 64,
-            "key_warps": 4,
+            "keys_per_step": SIDE * key_warps,
+            "key_warps": key_warps,
             "q_in": "registers",
         }
     return choices | {
