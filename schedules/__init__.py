@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tvmpaged.schedules import choices as cpu_choices
-from tvmpaged.schedules import cuda_choices, cuda_rules
-from tvmpaged.schedules import rules as cpu_rules
-from tvmpaged.schedules.rules import Choices
+from tvmpaged.schedules import cpu_choices, cpu_rules, cuda_choices, cuda_rules
+from tvmpaged.schedules.choices import Choices
 
 if TYPE_CHECKING:
     from tvm.s_tir import Schedule

@@ -1,7 +1,7 @@
 """How the programs lie on a GPU.
 
 Threads stand in the programs: which of them shares what with which is the algorithm's business, as
-vectors are (`tvmpaged.kernels.walk_threads`). Here workers become thread blocks.
+vectors are (`tvmpaged.kernels.cuda.walk_threads`). Here workers become thread blocks.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvmpaged.schedules.choices import Choices
+from tvmpaged.schedules.cuda_mma_rules import LANES, SIDE, has_mma
 from tvmpaged.schedules.cuda_rules import IDLE, VECTOR_BYTES, register_estimate
-from tvmpaged.schedules.mma_rules import LANES, SIDE, has_mma
-from tvmpaged.schedules.rules import Choices
 from tvmpaged.sm import WARP_SIZE
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tvmpaged.layout import layout_of
-from tvmpaged.schedules import mma_rules
-from tvmpaged.schedules.rules import Choices
+from tvmpaged.schedules import cuda_mma_rules
+from tvmpaged.schedules.choices import Choices
 from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE, limits
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec, TargetKey
 
@@ -31,7 +31,7 @@ def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
     """Return what no compiled walk takes less than: V may be loaded once K has been used."""
     if choices["isa"] == "mma":
-        return mma_rules.least_registers(spec, choices)
+        return cuda_mma_rules.least_registers(spec, choices)
     return _row_registers(spec, choices) + max(_step_words(spec, choices))
 
 
@@ -57,7 +57,7 @@ def _keys(choices: Choices) -> int:
 def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
     """Return the shared memory of a walk: what its groups of threads fold at the end."""
     if choices["isa"] == "mma":
-        return mma_rules.shared_bytes(spec, choices)
+        return cuda_mma_rules.shared_bytes(spec, choices)
     groups = int(choices["threads"] // choices["dim_threads"])
     rows, dim_v = int(choices["row_tile"]), spec.head_dim_v or MAX_HEAD_DIM
     folded = 0
@@ -120,7 +120,7 @@ IDLE: Choices = {"key_warps": 1, "stages": 1, "q_in": "registers"}
 
 def _reject_form(spec: AttentionSpec, choices: Choices) -> str | None:
     if choices["isa"] == "mma":
-        return mma_rules.reject_shape(spec, choices)
+        return cuda_mma_rules.reject_shape(spec, choices)
     for name, value in IDLE.items():
         if choices[name] != value:
             return f"{name}={choices[name]!r} means nothing under isa={choices['isa']!r}"

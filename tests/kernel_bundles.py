@@ -128,7 +128,7 @@ def _folder(name: str) -> Path:
     from tvmpaged.build import source_sha256
 
     specs = [] if name == "base" else specs_of(sizes_of(name))
-    key = [source_sha256(), str(native_target()), version("apache-tvm"), *map(str, specs)]
+    key = [source_sha256("cpu"), str(native_target()), version("apache-tvm"), *map(str, specs)]
     digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
     return ROOT / "build" / "test_bundles" / f"{name}-{digest[:16]}"
 

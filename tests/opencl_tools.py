@@ -2,7 +2,7 @@
 
 The programs, choices, plans and host wrappers are those of a CUDA artifact; only the code generator
 is another one, and what a warp's threads do together goes through local memory: shuffles, and the
-instructions that tensor cores need (`tvmpaged.kernels.warp_loops`). So this proves indices,
+instructions that tensor cores need (`tvmpaged.kernels.cuda.warp_loops`). So this proves indices,
 barriers and local memory; it proves neither those instructions nor anything about time.
 
 The host wrapper is the one that TVM makes for a device: it checks the tensors and calls the kernel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmpaged import build, kernels, schedules, sources
+from tvmpaged import build, schedules, sources
 from tvmpaged.cpu import MICROARCHITECTURES, native_target
 from tvmpaged.package import base_specs
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
@@ -69,13 +69,21 @@ def test_unknown_targets_are_refused_by_name(target: TargetKey, message: str) ->
 
 
 def test_the_source_hash_is_the_same_in_every_process() -> None:
-    code = "from tvmpaged.build import source_sha256; print(source_sha256())"
+    code = "from tvmpaged.build import source_sha256; print(source_sha256('cpu'))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == build.source_sha256()
+    assert other.stdout.strip() == build.source_sha256("cpu")
 
 
 #: What building imports, and what no byte of an artifact hangs on.
 NEUTRAL = {"errors.py", "sources.py", "tvm_libs.py", "gpu.py", "driver.py"}
+#: Where the ways part: these name parts for every kind, and use those of one.
+FORKS = {"build.py", "kernels/attention.py", "schedules/__init__.py"}
+KINDS = ("cpu", "cuda")
+
+
+def hashed(kind: str) -> dict[str, Path]:
+    """Return the files of a kind's hash, by their name in the package."""
+    return {name.removeprefix("tvmpaged/"): file for name, file in sources._files(kind)}
 
 
 def imported(file: Path) -> set[str]:
@@ -89,39 +97,52 @@ def imported(file: Path) -> set[str]:
     return {each for each in found if each.startswith("tvmpaged.")}
 
 
-def test_the_source_hash_covers_all_that_building_imports() -> None:
-    package, schedules_folder = sources._PACKAGE, sources._schedules()
-    left = [package / "build.py", package / "cuda_build.py", package / "cuda_child.py"]
-    left += [*(package / "kernels").glob("*.py"), *schedules_folder.glob("*.py")]
-    seen: set[Path] = set()
-    while left:
-        file = left.pop()
-        if file in seen:
-            continue
-        seen.add(file)
-        names = {each.removeprefix("tvmpaged.").replace(".", "/") for each in imported(file)}
-        left += [each for each in (package / f"{name}.py" for name in names) if each.exists()]
-    loose = {each.name for each in seen if each.parent == package}
-    assert loose - NEUTRAL <= set(sources._SOURCES)
-    assert {"cpu.py", "sm.py"} <= loose  # the walk finds what it should
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_source_hash_covers_all_that_building_imports(kind: str) -> None:
+    """Whatever a hashed file imports is hashed, except another kind's parts where ways part."""
+    files, every = hashed(kind), {name for each in KINDS for name in hashed(each)}
+    for name, file in files.items():
+        modules = {each.removeprefix("tvmpaged.").replace(".", "/") for each in imported(file)}
+        for module in modules:
+            wanted = {f"{module}.py", f"{module}/__init__.py"}
+            exists = any((sources._PACKAGE / each).exists() for each in wanted)
+            known = files.keys() | NEUTRAL | (every if name in FORKS else set())
+            assert not exists or wanted & known, f"{name} imports {module}"
+    assert {"spec.py", "kernels/tile.py"} <= files.keys()
+
+
+def test_every_kernel_and_schedule_is_hashed_of_its_own_kind() -> None:
+    folders = {"kernels": sources._PACKAGE / "kernels", "schedules": sources._schedules()}
+    for folder, place in folders.items():
+        for file in place.rglob("*.py"):
+            name = f"{folder}/{file.relative_to(place)}"
+            kinds = [kind for kind in KINDS if name in hashed(kind)]
+            mine = [kind for kind in KINDS if f"/{kind}" in name]
+            assert kinds == (mine or [*KINDS]), name
 
 
 def test_the_source_hash_follows_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file that decides the code counts: a changed byte makes another hash."""
-    before = build.source_sha256()
-    for name in sources._SOURCES:
-        if name.endswith(".py"):
-            (tmp_path / name).write_bytes((sources._PACKAGE / name).read_bytes())
-    (tmp_path / "kernels").mkdir()
-    for file in Path(kernels.__file__).parent.glob("*.py"):
-        (tmp_path / "kernels" / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
-    assert build.source_sha256() == before
-    for name in ("spec.py", "worklist.py", "build.py", "nvcc.py", "sm.py", "kernels/tile.py"):
-        known = build.source_sha256()
-        with (tmp_path / name).open("a") as file:
+    """Every file that decides a kind's code counts, for that kind alone."""
+    before = [build.source_sha256(kind) for kind in KINDS]
+    for file in sources._PACKAGE.rglob("*.py"):
+        place = tmp_path / sources._PACKAGE.name / file.relative_to(sources._PACKAGE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(file.read_bytes())
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path / sources._PACKAGE.name)
+    assert [build.source_sha256(kind) for kind in KINDS] == before
+    for name, changed in {
+        "spec.py": [True, True],
+        "kernels/tile.py": [True, True],
+        "kernels/cpu/step_rows.py": [True, False],
+        "kernels/cuda/walk_warps.py": [False, True],
+        "nvcc.py": [False, True],
+        "cpu.py": [True, False],
+        "tune.py": [False, False],
+    }.items():
+        known = [build.source_sha256(kind) for kind in KINDS]
+        with (sources._PACKAGE / name).open("a") as file:
             file.write("\n")
-        assert build.source_sha256() != known, name
-    assert build.source_sha256() != before
+        now = [build.source_sha256(kind) for kind in KINDS]
+        assert [a != b for a, b in zip(known, now, strict=True)] == changed, name

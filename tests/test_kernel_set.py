@@ -76,7 +76,12 @@ def tuned_on_a_z80(tmp_path_factory: pytest.TempPathFactory, base_bundle: Path) 
     """A bundle with one kernel of a record, and the base bundle for the others."""
     folder = tmp_path_factory.mktemp("tuned")
     choices = {**schedules.default_choices(TUNED, NATIVE), "split_length": 256}
-    values = {"spec": TUNED, "target": NATIVE, "choices": choices, "source_sha256": source_sha256()}
+    values = {
+        "spec": TUNED,
+        "target": NATIVE,
+        "choices": choices,
+        "source_sha256": source_sha256("cpu"),
+    }
     records.save(folder / "logs", make_record(**values, device="Z80", num_threads=num_threads()))
     (done,) = package([TUNED], [NATIVE], folder / "bundle", records_dir=folder / "logs")
     assert not done.failures
@@ -108,7 +113,7 @@ def test_describe_says_stale_and_tuned_elsewhere(
     assert states() == ("current", "current", "current")
     monkeypatch.setenv("TVMPAGED_NUM_THREADS", str(num_threads() + 1))
     assert states() == ("tuned elsewhere", "tuned elsewhere", "current")
-    monkeypatch.setattr("tvmpaged.freshness.source_sha256", lambda: "0" * 64)
+    monkeypatch.setattr("tvmpaged.freshness.source_sha256", lambda _kind: "0" * 64)
     assert states() == ("stale", "stale", "stale")
 
 

@@ -105,25 +105,21 @@ def test_changing_any_source_changes_the_hash(
 ) -> None:
     """A byte in any file of the kernels or the schedules."""
     root = tmp_path_factory.mktemp("sources")
-    folders = {"kernels": sources._PACKAGE / "kernels", "schedules": sources._schedules()}
-    for name, folder in folders.items():
-        (root / name).mkdir()
-        for file in folder.glob("*.py"):
-            (root / name / file.name).write_bytes(file.read_bytes())
-    for name in sources._SOURCES:
-        if name.endswith(".py"):
-            (root / name).write_bytes((sources._PACKAGE / name).read_bytes())
+    kind = data.draw(st.sampled_from(["cpu", "cuda"]))
+    for name, file in sources._files(kind):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(file.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_PACKAGE", root)
+        before = sources.source_sha256(kind)
+        patch.setattr(sources, "_PACKAGE", root / sources._PACKAGE.name)
         patch.setattr(sources, "_schedules", lambda: root / "schedules")
-        before = sources.source_sha256()
+        assert sources.source_sha256(kind) == before
         path = data.draw(st.sampled_from(sorted(root.rglob("*.py"))))
         text = bytearray(path.read_bytes())
         assume(text)
         text[data.draw(st.integers(0, len(text) - 1))] ^= 1
         path.write_bytes(text)
-        assert sources.source_sha256() != before
-    assert sources.source_sha256() == before
+        assert sources.source_sha256(kind) != before
 
 
 def test_every_option_of_the_real_spaces_is_part_of_the_key() -> None:

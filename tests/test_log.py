@@ -18,7 +18,7 @@ def log() -> Function:
     from tvm.script import tirx as T
 
     from tvmpaged.build import tvm_target
-    from tvmpaged.kernels.log import log
+    from tvmpaged.kernels.cpu.log import log
 
     @T.prim_func(s_tir=True)
     def main(x_handle: T.handle, y_handle: T.handle) -> None:

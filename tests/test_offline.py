@@ -102,7 +102,7 @@ def test_a_record_holds_for_the_device_it_was_measured_on(measured: Path, tmp_pa
     assert record.latency_us.median == pytest.approx(400)
     assert record.default_latency_us.median == pytest.approx(500)
     assert record.speedup == pytest.approx(1.25)
-    assert record.source_sha256 == source_sha256()
+    assert record.source_sha256 == source_sha256("cpu")
     assert record.roof_fraction == 0.5
     assert record.trials == len(FATES)
     assert record.failures == {"crash": 1, "wrong": 1, "run": 1, "compile": 1}

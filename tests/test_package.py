@@ -45,7 +45,7 @@ def pack(tmp_path: Path, *specs: AttentionSpec, **options: Any) -> Packaged:
 def record(folder: Path, **changes: Any) -> Record:
     """Write a record; changes are of its file, so that it may be wrong."""
     choices = CHOICES | {"split_length": 256}
-    made = make_record(spec=SPEC, target=V3, choices=choices, source_sha256=source_sha256())
+    made = make_record(spec=SPEC, target=V3, choices=choices, source_sha256=source_sha256("cpu"))
     path = records.save(folder, made)
     data = edited(made, **changes)
     path.write_text(json.dumps(data))
@@ -58,7 +58,7 @@ def test_untuned_specs_become_defaults_and_generic_ones_generic(tmp_path: Path) 
     found = read_manifest(tmp_path / "bundle", V3)
     kinds = {each.spec: each.kind for each in found.artifacts}
     assert kinds == {SPEC: "default", SPEC.generic(): "generic"}
-    assert found.artifacts[0].source_sha256 == source_sha256()
+    assert found.artifacts[0].source_sha256 == source_sha256("cpu")
     assert found.git.commit == git_state().commit
     assert found.built_with.tvm.startswith("0.27")
     assert found.built_with.linker

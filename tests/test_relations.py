@@ -67,7 +67,8 @@ def pack_tuned(
 ) -> Packaged:
     """Package records of these choices, as a search would have left them."""
     for spec, each in choices.items():
-        made = make_record(spec=spec, target=TARGET, choices=each, source_sha256=source_sha256())
+        sources = source_sha256("cpu")
+        made = make_record(spec=spec, target=TARGET, choices=each, source_sha256=sources)
         records.save(folder / "logs", made)
     merge = [AttentionSpec.make("merge", dtype) for dtype in ("float32", "bfloat16")]
     (found,) = package(
@@ -227,7 +228,8 @@ def test_a_kernel_that_hangs_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_another_machine_is_for_is_not_run_and_that_is_said(tmp_path: Path) -> None:
     target = TargetKey("cuda", "sm_90", "nvidia-h200")
     choices = schedules.default_choices(SPEC, target)
-    made = make_record(spec=SPEC, target=target, choices=choices, source_sha256=source_sha256())
+    sources = source_sha256("cuda")
+    made = make_record(spec=SPEC, target=target, choices=choices, source_sha256=sources)
     records.save(tmp_path / "logs", made)
     (found,) = package(
         [SPEC], [target], tmp_path / "bundle", records_dir=tmp_path / "logs",

@@ -18,7 +18,7 @@ from tvmpaged import schedules
 from tvmpaged.build import build_artifact
 from tvmpaged.cpu import native_target
 from tvmpaged.kernels.tile_registers import NUM_REGISTERS, TileRegisters
-from tvmpaged.schedules.rules import has_amx
+from tvmpaged.schedules.cpu_rules import has_amx
 from tvmpaged.spec import AttentionSpec, TargetKey, native_family
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.check import check, wrong

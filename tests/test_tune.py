@@ -55,7 +55,7 @@ def test_a_search_writes_a_record_that_says_all_it_holds_for(
     assert record is not None
     assert schedules.reject(SPEC, TARGET, record.choices) is None
     assert list(record.choices) == list(schedules.space(SPEC, TARGET))
-    assert record.source_sha256 == source_sha256()
+    assert record.source_sha256 == source_sha256("cpu")
     assert (record.device, record.num_threads) == (cpu_model(), num_threads())
     assert record.workload == json.loads(json.dumps(Workload.representative(SPEC, 3).as_dict()))
     assert record.trials == 5

@@ -154,10 +154,10 @@ def test_states(tmp_path: Path) -> None:
     here = {"measured_on": cpu_model(), "num_threads": num_threads(), "measured_us": 1.0}
     for state, changes in (
         ("stale", here),
-        ("current", here | {"source_sha256": source_sha256()}),
-        ("stale", {"source_sha256": source_sha256()}),  # its record was
-        ("tuned elsewhere", here | {"source_sha256": source_sha256(), "measured_on": "Z80"}),
-        ("tuned elsewhere", here | {"source_sha256": source_sha256(), "num_threads": 999}),
+        ("current", here | {"source_sha256": source_sha256("cpu")}),
+        ("stale", {"source_sha256": source_sha256("cpu")}),  # its record was
+        ("tuned elsewhere", here | {"source_sha256": source_sha256("cpu"), "measured_on": "Z80"}),
+        ("tuned elsewhere", here | {"source_sha256": source_sha256("cpu"), "num_threads": 999}),
     ):
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         put(root, library(1, tmp_path), artifact(SPEC, "tuned", **changes))

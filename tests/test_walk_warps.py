@@ -26,7 +26,7 @@ from cases import assert_equals_reference, make_case
 from opencl_tools import TARGET, Built, gpu_attention, warp_attention
 
 from tvmpaged import PagedAttention, build, schedules
-from tvmpaged.kernels.warp_grid import Warps, left_holder, right_holder, sum_place
+from tvmpaged.kernels.cuda.warp_grid import Warps, left_holder, right_holder, sum_place
 from tvmpaged.schedules import cuda_choices
 from tvmpaged.sm import LIMITS
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey

@@ -42,7 +42,7 @@ def freshness(target: TargetKey, made_from: str, device: str | None, threads: in
         ``tuned elsewhere`` when it was measured on another device or with another number of
         threads than this machine has; else ``current``.
     """
-    if made_from != source_sha256():
+    if made_from != source_sha256(target.kind):
         return STALE
     here = device_here(target)
     if device not in (None, here[0]) or threads not in (None, here[1]):

@@ -273,7 +273,7 @@ class _Work:
     ) -> tuple[list[Artifact], dict[AttentionSpec, str], list[Record]]:
         """Return the artifacts as they would be, before anything is compiled, and the records."""
         artifacts, failures, found = [], {}, []
-        sources = build.source_sha256()
+        sources = build.source_sha256(self.target.kind)
         for spec in specs:
             try:
                 record = records.load(self.records_dir, self.target, spec)

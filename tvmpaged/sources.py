@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-#: What decides an artifact's code, besides spec, choices and the compiler.
 _PACKAGE = Path(__file__).parent
-_SOURCES = (
-    "spec.py",
-    "layout.py",
-    "worklist.py",
-    "build.py",
-    "cpu.py",
-    "sm.py",
-    "nvcc.py",
-    "cuda_build.py",
-    "cuda_child.py",
-    "kernels",
-    "schedules",
-)
+#: What decides an artifact's code, besides spec, choices and the compiler: of all kinds of target,
+#: and of each. So what is changed for one kind makes no record of the other stale.
+_SHARED = ("spec.py", "layout.py", "worklist.py", "build.py", "kernels/*.py")
+_SOURCES = {
+    "cpu": ("cpu.py", "kernels/cpu/*.py"),
+    "cuda": ("sm.py", "nvcc.py", "cuda_build.py", "cuda_child.py", "kernels/cuda/*.py"),
+}
+#: The same among the schedules.
+_SCHEDULES = ("__init__.py", "choices.py")
 
 
-def source_sha256() -> str:
-    """Return the hash of the sources that decide an artifact's code, as 64 hex digits.
+def source_sha256(kind: str) -> str:
+    """Return the hash of the sources that decide the code of a kind of target, as 64 hex digits.
 
     A record or artifact made from other sources is *stale*: its choices may mean something else.
+
+    Parameters
+    ----------
+    kind : str
+        "cpu" or "cuda".
     """
     digest = hashlib.sha256()
-    for name in _SOURCES:
-        path = _schedules() if name == "schedules" else _PACKAGE / name
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    for name, file in _files(kind):
+        digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _files(kind: str) -> Iterator[tuple[str, Path]]:
+    """Yield each source with its name."""
+    schedules = _schedules()
+    for folder, patterns in (
+        (_PACKAGE, (*_SHARED, *_SOURCES[kind])),
+        (schedules, (*_SCHEDULES, f"{kind}*.py")),
+    ):
+        for pattern in patterns:
+            for file in sorted(folder.glob(pattern)):
+                yield f"{folder.name}/{file.relative_to(folder)}", file
 
 
 def _schedules() -> Path:

@@ -98,7 +98,7 @@ def estimate(
         known = 0
         if settings.resume:
             log = records.folder(settings.work_dir, target, spec) / LOG_NAME
-            known = len(read_runs(log, Setting.here(workload, device).key).trials)
+            known = len(read_runs(log, Setting.here(workload, target, device).key).trials)
         new = max(0, settings.trials - known)
         seconds = START_SECONDS + new * (COMPILE_SECONDS / cores + MEASURE_SECONDS)
         if settings.time_limit_s is not None:

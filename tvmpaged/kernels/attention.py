@@ -30,7 +30,8 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx, walk_threads, walk_vectors, walk_warps
+from tvmpaged.kernels.cpu import amx, walk_vectors
+from tvmpaged.kernels.cuda import walk_threads, walk_warps
 from tvmpaged.kernels.tile import WHOLE, Tile
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.worklist import ITEM_FIELDS, Item

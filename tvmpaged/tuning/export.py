@@ -141,7 +141,8 @@ class Exporter:
 
     def write(self, folder: Path) -> None:
         """Write the folder: it appears whole, in the place of an earlier export if there is one."""
-        export = Export(self.header, source_sha256(), self.settings.seed, tuple(self._specs))
+        sources = source_sha256(self.header.target.kind)
+        export = Export(self.header, sources, self.settings.seed, tuple(self._specs))
         folder.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -175,7 +176,7 @@ class Exporter:
     def _known(self, spec: AttentionSpec, workload: Workload) -> list[Trial]:
         """Return what the log holds of the same programs, measured on the last device."""
         ours = {
-            "source_sha256": source_sha256(),
+            "source_sha256": source_sha256(self.header.target.kind),
             "tvm": version("apache-tvm"),
             "tvm_ffi": version("apache-tvm-ffi"),
             "workload": json.loads(json.dumps(workload.as_dict())),

@@ -52,7 +52,7 @@ def read_results(folder: Path) -> tuple[ExportFolder, Results]:
             f"{path} is not there: run tvmpaged measure {shlex.quote(str(folder))} on the device, "
             "to its end, and bring the folder back"
         )
-    if source.export.source_sha256 != source_sha256():
+    if source.export.source_sha256 != source_sha256(source.export.header.target.kind):
         raise UserError(
             f"{folder} was exported from other kernel sources than are here, so its choices may "
             "mean something else: check out those sources, or export and measure again"

@@ -10,6 +10,7 @@ from typing import Any
 
 from tvmpaged.cpu import native_target
 from tvmpaged.sources import source_sha256
+from tvmpaged.spec import TargetKey
 from tvmpaged.tuning.device import Device
 from tvmpaged.tuning.workload import Workload
 
@@ -46,11 +47,14 @@ class Setting:
     workload: Workload
 
     @classmethod
-    def here(cls, workload: Workload, device: Device | None = None) -> Setting:
-        """Return the setting of a device of this machine; by default its CPU."""
+    def here(
+        cls, workload: Workload, target: TargetKey | None = None, device: Device | None = None
+    ) -> Setting:
+        """Return the setting of a target and its device here; by default this machine's CPU."""
+        target = target or native_target()
+        device = device or Device.here(target)
         versions = version("apache-tvm"), version("apache-tvm-ffi")
-        device = device or Device.here(native_target())
-        return cls.of(device, source_sha256(), *versions, workload)
+        return cls.of(device, source_sha256(target.kind), *versions, workload)
 
     @classmethod
     def of(

@@ -123,7 +123,8 @@ class Work:
             When another process writes the log, or the default cannot be measured.
         """
         device = Device.here(self.target, self.watch.gpus)
-        setting = Setting.here(self.settings.workload(self.spec, self.target.kind), device)
+        workload = self.settings.workload(self.spec, self.target.kind)
+        setting = Setting.here(workload, self.target, device)
         folder = records.folder(self.settings.work_dir, self.target, self.spec)
         with open_log(folder) as log:
             session, tracked = self._start(log, setting)

@@ -23,9 +23,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.finish_threads import finish_rows
+from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.exp2 import LOG2E
-from tvmpaged.kernels.finish_threads import finish_rows
-from tvmpaged.kernels.thread_grid import Threads
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.sm import WARP_SIZE
 

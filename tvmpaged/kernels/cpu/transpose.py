@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm import tirx
 
-from tvmpaged.kernels.registers import Register
+from tvmpaged.kernels.cpu.registers import Register
 
 SIDE = 16
 _LANES = range(SIDE)

@@ -20,9 +20,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.thread_grid import Threads
+from tvmpaged.kernels.cuda.thread_grid import Threads
+from tvmpaged.kernels.cuda.warp_grid import Warps
 from tvmpaged.kernels.tile import Expr
-from tvmpaged.kernels.warp_grid import Warps
 
 
 @dataclass(frozen=True)

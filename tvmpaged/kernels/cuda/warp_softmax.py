@@ -11,9 +11,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.warp_grid import HALF, REGISTERS, Warps
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import NEG_INF
-from tvmpaged.kernels.warp_grid import HALF, REGISTERS, Warps
 
 
 def soften(w: Warps, parts: Any) -> Callable[..., Any]:

@@ -8,13 +8,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import block_scores
+from tvmpaged.kernels.cpu import block_scores
+from tvmpaged.kernels.cpu.tile_scores import score_part
+from tvmpaged.kernels.cpu.tile_softmax import softmax_columns, softmax_rows
+from tvmpaged.kernels.cpu.tile_values import weigh_part
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import TINY, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
-from tvmpaged.kernels.tile_scores import score_part
-from tvmpaged.kernels.tile_softmax import softmax_columns, softmax_rows
-from tvmpaged.kernels.tile_values import weigh_part
 
 
 def _stage(t: Tile) -> Callable[..., Any]:

@@ -11,11 +11,11 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx
-from tvmpaged.kernels.registers import registers
+from tvmpaged.kernels.cpu import amx
+from tvmpaged.kernels.cpu.registers import registers
+from tvmpaged.kernels.cpu.transpose import shuffle, transpose
 from tvmpaged.kernels.tile import Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
-from tvmpaged.kernels.transpose import shuffle, transpose
 
 
 def load_q(t: Tile) -> Callable[..., Any]:

@@ -12,10 +12,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx
+from tvmpaged.kernels.cpu import amx
+from tvmpaged.kernels.cpu.pair_softmax import softmax
+from tvmpaged.kernels.cpu.pair_values import weigh_part
 from tvmpaged.kernels.exp2 import LOG2E
-from tvmpaged.kernels.pair_softmax import softmax
-from tvmpaged.kernels.pair_values import weigh_part
 from tvmpaged.kernels.tile import TINY, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.exp2 import LOG2E
-from tvmpaged.kernels.thread_grid import Threads
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 

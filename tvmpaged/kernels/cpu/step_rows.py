@@ -17,10 +17,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.fold import fold
-from tvmpaged.kernels.places import Places
-from tvmpaged.kernels.registers import Register, registers, zero
-from tvmpaged.kernels.row_softmax import softmax
+from tvmpaged.kernels.cpu.fold import fold
+from tvmpaged.kernels.cpu.places import Places
+from tvmpaged.kernels.cpu.registers import Register, registers, zero
+from tvmpaged.kernels.cpu.row_softmax import softmax
 from tvmpaged.kernels.tile import Tile
 
 

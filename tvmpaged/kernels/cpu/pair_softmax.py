@@ -11,12 +11,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cpu.fold import fold
+from tvmpaged.kernels.cpu.registers import Register, registers
+from tvmpaged.kernels.cpu.tile_softmax import bfloat16_bits
 from tvmpaged.kernels.exp2 import SHORT_COEFFICIENTS, exp2, exp2_native
-from tvmpaged.kernels.fold import fold
-from tvmpaged.kernels.registers import Register, registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
-from tvmpaged.kernels.tile_softmax import bfloat16_bits
 
 
 def _maxima(t: Tile) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.warp_grid import REGISTERS, Place, Warps
 from tvmpaged.kernels.tile import Expr
-from tvmpaged.kernels.warp_grid import REGISTERS, Place, Warps
 from tvmpaged.sm import WARP_SIZE
 
 #: The mask that names all lanes of a warp.

@@ -19,7 +19,7 @@ from typing import Any
 
 from tvm import tirx
 
-from tvmpaged.kernels.registers import Register
+from tvmpaged.kernels.cpu.registers import Register
 
 Op = Callable[[Any, Any], Any]
 

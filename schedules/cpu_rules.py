@@ -8,14 +8,13 @@ twice under two names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tvmpaged.cpu import MICROARCHITECTURES
 from tvmpaged.kernels.tile_registers import DEPTH, NUM_REGISTERS, SIDE, TileRegisters
 from tvmpaged.layout import PAIRS, fits_pairs, layout_of, stretch
+from tvmpaged.schedules.choices import Choices
 from tvmpaged.spec import ATTENTION_KERNELS, MAX_HEAD_DIM, AttentionSpec, TargetKey
 
-Choices = dict[str, Any]
 Rule = Callable[[AttentionSpec, TargetKey, Choices], str | None]
 
 #: Options that matter under some values of "isa" and "step" only, and where they stand elsewhere.

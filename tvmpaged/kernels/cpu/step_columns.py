@@ -14,8 +14,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cpu.registers import Register, registers, zero
 from tvmpaged.kernels.exp2 import LOG2E, exp2_vector
-from tvmpaged.kernels.registers import Register, registers, zero
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 

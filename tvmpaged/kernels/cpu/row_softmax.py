@@ -7,9 +7,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cpu.fold import fold_lanes
+from tvmpaged.kernels.cpu.registers import Register, registers
 from tvmpaged.kernels.exp2 import LOG2E, exp2_vector
-from tvmpaged.kernels.fold import fold_lanes
-from tvmpaged.kernels.registers import Register, registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 

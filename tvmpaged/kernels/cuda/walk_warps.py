@@ -23,14 +23,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.finish_warps import finish_rows
-from tvmpaged.kernels.stage_keys import Source, stage_keys
-from tvmpaged.kernels.thread_grid import Threads
+from tvmpaged.kernels.cuda.finish_warps import finish_rows
+from tvmpaged.kernels.cuda.stage_keys import Source, stage_keys
+from tvmpaged.kernels.cuda.thread_grid import Threads
+from tvmpaged.kernels.cuda.warp_grid import REGISTERS, SIDE, Warps
+from tvmpaged.kernels.cuda.warp_instructions import Instructions
+from tvmpaged.kernels.cuda.warp_loops import Loops
+from tvmpaged.kernels.cuda.warp_softmax import soften as soften_scores
 from tvmpaged.kernels.tile import NEG_INF, Tile
-from tvmpaged.kernels.warp_grid import REGISTERS, SIDE, Warps
-from tvmpaged.kernels.warp_instructions import Instructions
-from tvmpaged.kernels.warp_loops import Loops
-from tvmpaged.kernels.warp_softmax import soften as soften_scores
 from tvmpaged.sm import WARP_SIZE
 
 

@@ -13,13 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import row_softmax
-from tvmpaged.kernels.block_scores import MARGIN
+from tvmpaged.kernels.cpu import row_softmax
+from tvmpaged.kernels.cpu.block_scores import MARGIN
+from tvmpaged.kernels.cpu.registers import Register, registers
+from tvmpaged.kernels.cpu.transpose import transpose
 from tvmpaged.kernels.exp2 import SHORT_COEFFICIENTS, exp2_native, exp2_vector
-from tvmpaged.kernels.registers import Register, registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
-from tvmpaged.kernels.transpose import transpose
 
 #: Keys whose maxima are taken side by side: the chain of one vector's would wait for its latency.
 _CHAINS = 4

@@ -13,7 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx
+from tvmpaged.kernels.cpu import amx
 from tvmpaged.kernels.tile import Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.layout import stretch

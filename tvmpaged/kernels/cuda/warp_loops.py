@@ -16,8 +16,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.tile import Expr
-from tvmpaged.kernels.warp_grid import (
+from tvmpaged.kernels.cuda.warp_grid import (
     HALF,
     REGISTERS,
     SIDE,
@@ -27,6 +26,7 @@ from tvmpaged.kernels.warp_grid import (
     right_holder,
     sum_place,
 )
+from tvmpaged.kernels.tile import Expr
 from tvmpaged.sm import WARP_SIZE
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.warp_grid import HALF, REGISTERS, Place, Warps
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import NEG_INF, Expr
-from tvmpaged.kernels.warp_grid import HALF, REGISTERS, Place, Warps
 from tvmpaged.sm import WARP_SIZE
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import amx
+from tvmpaged.kernels.cpu import amx
+from tvmpaged.kernels.cpu.transpose import shuffle
 from tvmpaged.kernels.tile import Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
-from tvmpaged.kernels.transpose import shuffle
 
 _LOW = [i for lane in range(0, DEPTH, 8) for j in range(4) for i in (lane + j, DEPTH + lane + j)]
 _HIGH = [lane + 4 for lane in _LOW]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tvmpaged.schedules.rules import Choices
+from tvmpaged.schedules.choices import Choices
 from tvmpaged.sm import WARP_SIZE
 from tvmpaged.spec import DTYPE_BYTES, AttentionSpec
 

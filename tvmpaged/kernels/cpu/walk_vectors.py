@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels import (
+from tvmpaged.kernels.cpu import (
     step_columns,
     step_pairs,
     step_rows,
@@ -20,9 +20,9 @@ from tvmpaged.kernels import (
     tile_scores,
     tile_values,
 )
-from tvmpaged.kernels.fold import fold
-from tvmpaged.kernels.log import log
-from tvmpaged.kernels.registers import registers
+from tvmpaged.kernels.cpu.fold import fold
+from tvmpaged.kernels.cpu.log import log
+from tvmpaged.kernels.cpu.registers import registers
 from tvmpaged.kernels.tile import NEG_INF, Tile
 
 

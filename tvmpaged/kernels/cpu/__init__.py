@@ -1,0 +1,1 @@
+"""How a CPU's worker walks a tile of rows: vectors, AMX, and what they share."""
