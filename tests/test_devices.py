@@ -41,7 +41,7 @@ def test_a_gpu_as_what_times_hold_for() -> None:
     settings = Settings()
     workload = settings.workload(SPEC, "cuda")
     assert workload == Workload.representative(SPEC, 8, "cuda") != settings.workload(SPEC, "cpu")
-    assert Setting.here(workload, found).device == "NVIDIA H200"
+    assert Setting.here(workload, H200_TARGET, found).device == "NVIDIA H200"
 
 
 def test_devices_are_those_of_the_target() -> None:
