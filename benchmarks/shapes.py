@@ -24,6 +24,7 @@ import torch
 
 from tvmpaged import PagedAttention
 from tvmpaged.cpu import cpu_model, num_threads
+from tvmpaged.tuning.clock import CpuClock
 from tvmpaged.tuning.timing import measure
 
 SECONDS = 3.0
@@ -109,7 +110,7 @@ class Step:
 
 def compare(what: str, case: str, first: Call, second: Call) -> Row:
     """Time two calls in turns."""
-    samples = measure([first, second], min_seconds=SECONDS, max_seconds=3 * SECONDS)
+    samples = measure([first, second], CpuClock, min_seconds=SECONDS, max_seconds=3 * SECONDS)
     row = Row(
         what=what,
         case=case,

@@ -89,6 +89,15 @@ def keys_of(item: np.ndarray, row: int, group_size: int) -> tuple[int, int]:
 
 
 @given(works)
+def test_the_heads_of_a_kv_range_follow_each_other(work: Work) -> None:
+    """As they lie in a block: what is read ahead of one is the next."""
+    items, _, _ = work.make()
+    columns = (Item.SEQ, Item.KV_BEGIN, Item.KV_HEAD, Item.ROW_BEGIN)
+    order = [tuple(item[column] for column in columns) for item in items]
+    assert order == sorted(order)
+
+
+@given(works)
 def test_every_row_and_head_meets_every_visible_key_once(work: Work) -> None:
     items, _, _ = work.make()
     shape = (work.num_kv_heads, 70 * work.group_size, 90)

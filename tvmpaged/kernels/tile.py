@@ -237,15 +237,18 @@ class Tile:
         """Elements of K or V in a cache line of 64 bytes."""
         return 16 if self.cache.spec.kv_dtype == "float32" else 32
 
-    def ahead(self, kv_head: Expr, position: Expr, reach: Expr, unit: int) -> tuple[Any, Any]:
+    def ahead(
+        self, kv_head: Expr, position: Expr, kv_begin: Expr, kv_end: Expr, unit: int
+    ) -> tuple[Any, Any]:
         """Return the kv head and position that will be read when `position` was to be.
 
-        A worker's next kv range follows this one, up to the sequence's `reach`; after that comes
-        the next kv head, from its first key on, in whole units of keys. (After the last head the
-        address is nobody's, which harms no prefetch.)
+        A worker's next item is the same kv range of the next kv head, which is taken in whole units
+        of keys. (After the last head the address is that of nobody, or of the next block, which
+        harms no prefetch.)
         """
-        past = position >= reach
-        begin = tirx.min(tirx.truncdiv(position - reach, unit) * unit, reach - 1)
+        past = position >= kv_end
+        further = tirx.truncdiv(position - kv_end, unit) * unit
+        begin = tirx.min(kv_begin + further, kv_end - 1)
         return kv_head + tirx.Cast("int32", past), tirx.Select(past, begin, position)
 
     def prefetch(self, cache: Any, block: Expr, head: Expr, slot: Expr, dim: Expr) -> Any:

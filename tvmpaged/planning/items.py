@@ -164,16 +164,17 @@ def _outline(
     causal: bool,
     first_partial: int,
 ) -> _Outline:
-    """Cut sequences, given as the bytes of int64 arrays, by kv head, row tile and kv range."""
+    """Cut sequences, given as the bytes of int64 arrays, by kv range, kv head and row tile."""
     seq, q_start, q_len, ranges = (
         np.frombuffer(each, np.int64) for each in (sequences, q_starts, q_lens, num_ranges)
     )
     tiles = -(-(q_len * group_size) // shape.row_tile)
-    of_head, kv_head = _expand(np.full(len(seq), num_kv_heads))
-    of_tile, tile = _expand(tiles[of_head])
-    of_range, kv_range = _expand(ranges[of_head[of_tile]])
-    kv_head, tile = kv_head[of_tile[of_range]], tile[of_range]
-    owner = of_head[of_tile[of_range]]
+    # The heads of a block lie side by side: those of one kv range before the next range.
+    of_range, kv_range = _expand(ranges)
+    of_head, kv_head = _expand(np.full(len(of_range), num_kv_heads))
+    of_tile, tile = _expand(tiles[of_range[of_head]])
+    kv_head, kv_range = kv_head[of_tile], kv_range[of_head[of_tile]]
+    owner = of_range[of_head[of_tile]]
 
     is_split = ranges > 1
     if 0 < shape.split_length < shape.max_seq_len:

@@ -45,7 +45,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                     )
 
     @T.inline
-    def score(q_tiles, k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, scores):
+    def score(q_tiles, k_cache, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, scores):
         first: T.let[T.int32] = tile_of(key)
         last: T.let[T.int32] = tile_of(T.min(key + t.keys, kv_end) - 1)
         for kt in range(T.truncdiv(last - first, side) + 1):
@@ -66,8 +66,10 @@ def score_part(t: Tile) -> Callable[..., Any]:
                     at[a] = start + slot[a] - key
                     block[a] = c.block(block_table, seq, start)
                     if ahead > 0:
-                        later: T.let[T.int32] = t.ahead(kv_head, start + ahead, reach, size)[1]
-                        next_head[a] = t.ahead(kv_head, start + ahead, reach, size)[0]
+                        later: T.let[T.int32] = t.ahead(
+                            kv_head, start + ahead, kv_begin, kv_end, size
+                        )[1]
+                        next_head[a] = t.ahead(kv_head, start + ahead, kv_begin, kv_end, size)[0]
                         next_block[a] = c.block(block_table, seq, later)
                 for a in T.unroll(side):
                     T.evaluate(amx.zero(regs.score + a))

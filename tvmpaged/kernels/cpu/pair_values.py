@@ -114,7 +114,9 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
             T.evaluate(amx.dot(regs.acc + r * count + d, regs.probs + r, regs.v))
 
     @T.inline
-    def from_cache(probs, v_cache, block_table, seq, kv_head, start, whole, reach, row_tile, dim):
+    def from_cache(
+        probs, v_cache, block_table, seq, kv_head, start, whole, kv_begin, kv_end, row_tile, dim
+    ):
         for chunk in range(whole):
             with T.sblock("value_tiles"):
                 vk = T.axis.opaque(whole, chunk)
@@ -123,9 +125,12 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
                 key: T.let[T.int32] = start + vk * depth
                 block: T.let[T.int64] = c.block(block_table, seq, key)
                 line: T.let[T.int32] = c.v_line(c.slot(key), dim)
-                next_head: T.let[T.int32] = t.ahead(kv_head, key + ahead, reach, depth)[0]
+                next_head: T.let[T.int32] = t.ahead(kv_head, key + ahead, kv_begin, kv_end, depth)[
+                    0
+                ]
                 next_key: T.let[T.int32] = (
-                    T.truncdiv(t.ahead(kv_head, key + ahead, reach, depth)[1], depth) * depth
+                    T.truncdiv(t.ahead(kv_head, key + ahead, kv_begin, kv_end, depth)[1], depth)
+                    * depth
                 )
                 next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
                 next_line: T.let[T.int32] = c.v_line(c.slot(next_key), dim)
@@ -149,7 +154,9 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
             add(d, T.address_of(laid[(at * count + d) * lines, 0]))
 
     @T.inline
-    def multiply(probs, v_cache, block_table, seq, kv_head, start, keys, kv_end, reach, dim, acc):
+    def multiply(
+        probs, v_cache, block_table, seq, kv_head, start, keys, kv_begin, kv_end, dim, acc
+    ):
         laid = T.sblock_alloc_buffer((laid_tiles * count * lines, SIDE), "uint32")
         whole: T.let[T.int32] = 0 if gathered else T.truncdiv(keys, depth)
         if keys > whole * depth:
@@ -179,7 +186,8 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
                         kv_head,
                         start,
                         whole,
-                        reach,
+                        kv_begin,
+                        kv_end,
                         vr * side,
                         dim,
                     )
@@ -197,7 +205,7 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
     multiply, last = _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
-    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_end, reach, acc):
+    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
         keys: T.let[T.int32] = T.min(t.keys, kv_end - start)
         for r, do in T.grid(t.rows, dim // SIDE):
             for x in T.vectorized(SIDE):
@@ -217,8 +225,8 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
                     kv_head,
                     start,
                     keys,
+                    kv_begin,
                     kv_end,
-                    reach,
                     vd * (count * SIDE),
                     acc,
                 )
@@ -231,8 +239,8 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
                 kv_head,
                 start,
                 keys,
+                kv_begin,
                 kv_end,
-                reach,
                 parts * (count * SIDE),
                 acc,
             )

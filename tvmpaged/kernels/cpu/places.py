@@ -71,7 +71,7 @@ class Places:
         t, lanes, find = self.t, self.t.lanes, self._find
 
         @T.inline
-        def locate(block_table, seq, kv_head, key, groups, kv_end, reach, where):
+        def locate(block_table, seq, kv_head, key, groups, kv_begin, kv_end, where):
             for group in range(groups):
                 with T.sblock("locate"):
                     g = T.axis.opaque(groups, group)
@@ -80,10 +80,10 @@ class Places:
                     find(block_table, seq, key + g * lanes, kv_end, g, where, self.BLOCK)
                     if t.prefetch_keys > 0:
                         later: T.let[T.int32] = key + g * lanes + t.prefetch_keys
-                        first: T.let[T.int32] = t.ahead(kv_head, later, reach, lanes)[1]
+                        first: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, lanes)[1]
                         where[self.NEXT_HEAD, g] = T.Cast(
-                            "int64", t.ahead(kv_head, later, reach, lanes)[0]
+                            "int64", t.ahead(kv_head, later, kv_begin, kv_end, lanes)[0]
                         )
-                        find(block_table, seq, first, reach, g, where, self.NEXT_BLOCK)
+                        find(block_table, seq, first, kv_end, g, where, self.NEXT_BLOCK)
 
         return locate

@@ -104,7 +104,7 @@ def _score(t: Tile) -> Callable[..., Any]:
                 T.evaluate(amx.dot(regs.score + a * side_rows + b, q_register + b, k_register))
 
     @T.inline
-    def score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_end, reach, scores):
+    def score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores):
         for kt in range(T.ceildiv(depths * 2, side_keys)):
             with T.sblock("key_tiles"):
                 vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
@@ -122,8 +122,10 @@ def _score(t: Tile) -> Callable[..., Any]:
                 if ahead > 0:
                     for a in T.unroll(side_keys):
                         later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
-                        next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
+                        next_key: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[
+                            1
+                        ]
+                        next_head[a, 0] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
                         next_slot[a, 0] = c.slot(next_key)
                 for rt in range(row_tiles):
@@ -197,8 +199,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         seq,
         kv_head,
         key,
+        kv_begin,
         kv_end,
-        reach,
         limit,
         sm_scale,
         row_max,
@@ -210,7 +212,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         rescale = T.sblock_alloc_buffer((t.columns,), "float32")
         # What lies past the end is neither read nor computed, but for the rest of 32 keys.
         depths: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), DEPTH)
-        score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_end, reach, scores)
+        score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores)
         probabilities(
             scores,
             probs,
@@ -222,6 +224,6 @@ def kv_step(t: Tile) -> Callable[..., Any]:
             row_sum,
             rescale,
         )
-        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_end, reach, acc)
+        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, acc)
 
     return step

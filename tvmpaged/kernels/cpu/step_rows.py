@@ -166,8 +166,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         seq,
         kv_head,
         key,
+        kv_begin,
         kv_end,
-        reach,
         limit,
         sm_scale,
         row_max,
@@ -179,7 +179,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         rescale = T.sblock_alloc_buffer((rows,), "float32")
         where = T.sblock_alloc_buffer(places.shape, "int64")
         groups: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), lanes)
-        locate(block_table, seq, kv_head, key, groups, kv_end, reach, where)
+        locate(block_table, seq, kv_head, key, groups, kv_begin, kv_end, where)
         score(q_rows, k_cache, kv_head, groups, where, scores)
         probabilities(scores, probs, groups, limit, key, sm_scale, row_max, row_sum, rescale)
         weigh(probs, rescale, v_cache, kv_head, key, groups, kv_end, where, acc)

@@ -39,7 +39,7 @@ def _stage(t: Tile) -> Callable[..., Any]:
             )
 
     @T.inline
-    def stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile):
+    def stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, k_tile):
         # Block by block: the keys of one stand in line.
         for b in range(
             T.truncdiv(T.min(key + t.keys, kv_end) - 1, size) - T.truncdiv(key, size) + 1
@@ -55,8 +55,8 @@ def _stage(t: Tile) -> Callable[..., Any]:
                 begin: T.let[T.int32] = T.max(key - at, 0)
                 end: T.let[T.int32] = T.min(size, T.min(key + t.keys, kv_end) - at)
                 if ahead > 0:
-                    next_head: T.let[T.int32] = t.ahead(kv_head, at + ahead, reach, 1)[0]
-                    next_key: T.let[T.int32] = t.ahead(kv_head, at + ahead, reach, 1)[1]
+                    next_head: T.let[T.int32] = t.ahead(kv_head, at + ahead, kv_begin, kv_end, 1)[0]
+                    next_key: T.let[T.int32] = t.ahead(kv_head, at + ahead, kv_begin, kv_end, 1)[1]
                     next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
                     for k in range(end - begin):
                         ask(k_cache, c.spec.head_dim, next_block, next_head, begin + k)
@@ -93,8 +93,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         seq,
         kv_head,
         key,
+        kv_begin,
         kv_end,
-        reach,
         limit,
         sm_scale,
         row_max,
@@ -105,14 +105,14 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         scores = T.sblock_alloc_buffer((keys + 2 * margin, t.columns), "float32")
         rescale = T.sblock_alloc_buffer((t.rows,), "float32")
         if staged:
-            stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, k_tile)
+            stage(k_cache, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, k_tile)
         # Of many rows' keys nothing past the end is computed, but for the rest of 32.
         depths: T.let[T.int32] = (
             keys // DEPTH if few else T.ceildiv(T.min(keys, kv_end - key), DEPTH)
         )
         if by_block:
             score_blocks(
-                q_tiles, k_cache, v_cache, block_table, seq, kv_head, key, kv_end, reach, scores
+                q_tiles, k_cache, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, scores
             )
         else:
             score(
@@ -124,8 +124,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 seq,
                 kv_head,
                 key,
+                kv_begin,
                 kv_end,
-                reach,
                 scores,
             )
         if few:
@@ -139,8 +139,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 seq,
                 kv_head,
                 key,
+                kv_begin,
                 kv_end,
-                reach,
                 acc,
             )
         else:
@@ -164,8 +164,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 seq,
                 kv_head,
                 key,
+                kv_begin,
                 kv_end,
-                reach,
                 acc,
             )
 

@@ -146,7 +146,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
 
     @T.inline
     def score(
-        q_tiles, k_cache, k_tile, depths, block_table, seq, kv_head, key, kv_end, reach, scores
+        q_tiles, k_cache, k_tile, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores
     ):
         for kt in range(T.ceildiv(depths * 2, side_keys)):
             with T.sblock("key_tiles"):
@@ -165,8 +165,10 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 if ahead > 0:
                     for a in T.unroll(side_keys):
                         later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_key: T.let[T.int32] = t.ahead(kv_head, later, reach, SIDE)[1]
-                        next_head[a, 0] = t.ahead(kv_head, later, reach, SIDE)[0]
+                        next_key: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[
+                            1
+                        ]
+                        next_head[a, 0] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
                         next_slot[a, 0] = c.slot(next_key)
                 for ct in range(column_tiles):

@@ -91,7 +91,7 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                 places[1, k] = T.Cast("int64", c.slot(first + k))
 
     @T.inline
-    def interleave(v_cache, block_table, seq, kv_head, key, kv_end, reach, pairs):
+    def interleave(v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, pairs):
         # Only keys that exist are read, and the odd ones of the last tile count as 0: 0 times the
         # NaN of an unused slot would be NaN.
         for run in range(T.ceildiv(T.min(keys, kv_end - key), DEPTH) * 2):
@@ -102,8 +102,12 @@ def _interleave(t: Tile) -> Callable[..., Any]:
                 first: T.let[T.int32] = key + vs * SIDE
                 places = T.sblock_alloc_buffer((2, SIDE), "int64")
                 locate(block_table, seq, first, kv_end, places)
-                next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[0]
-                next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, reach, SIDE)[1]
+                next_head: T.let[T.int32] = t.ahead(kv_head, first + ahead, kv_begin, kv_end, SIDE)[
+                    0
+                ]
+                next_key: T.let[T.int32] = t.ahead(kv_head, first + ahead, kv_begin, kv_end, SIDE)[
+                    1
+                ]
                 next_block: T.let[T.int64] = c.block(block_table, seq, next_key)
                 next_slot: T.let[T.int32] = c.slot(next_key)
                 if first + SIDE <= kv_end:
@@ -212,7 +216,7 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
     interleave, multiply, last = _interleave(t), _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
-    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_end, reach, acc):
+    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
         for r, do in T.grid(t.rows, dim // SIDE):
             for x in T.vectorized(SIDE):
                 with T.sblock("rescale_acc"):
@@ -225,7 +229,7 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
                 T.writes()
                 key: T.let[T.int32] = start + vc * keys
                 pairs = T.sblock_alloc_buffer((keys // 2, dim * 2), "uint16")
-                interleave(v_cache, block_table, seq, kv_head, key, kv_end, reach, pairs)
+                interleave(v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, pairs)
                 for d in range(parts):
                     with T.sblock("dims"):
                         vd = T.axis.opaque(parts, d)
