@@ -10,11 +10,11 @@ from typing import Any
 
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 from tvmpaged.layout import PAIRS
+from tvmpaged.schedules.choices import Choices
 from tvmpaged.schedules.cpu_rules import (
     IDLE,
     SCRATCH_BYTES,
     TILE_SCRATCH_BYTES,
-    Choices,
     has_amx,
     has_avx512,
     native_layout,
