@@ -76,7 +76,8 @@ def write_export(
     )  # fmt: skip
     merge = library(AttentionSpec.make("merge", "float32"), "merge")
     spec = ExportedSpec(SPEC, Workload.representative(SPEC, 3, target.kind), 7, merge, candidates)
-    values = {"header": provenance.header(target), "source_sha256": source_sha256("cpu"), "seed": 0}
+    sources = source_sha256(target.kind)
+    values = {"header": provenance.header(target), "source_sha256": sources, "seed": 0}
     export = Export(**({**values, "specs": (spec,)} | changes))
     (folder / EXPORT_NAME).write_bytes(encode(export))
     return export
