@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from offline_tools import FATES, SPEC, edit, legal_choices, measure_with_fakes, write_export
+from offline_tools import KEYS, SPEC, edit, measure_with_fakes, write_export
 
 from tvmpaged import tune_offline
 from tvmpaged.roofs import CREDIBLE
 from tvmpaged.tuning import doubt, timing
 from tvmpaged.tuning.export_manifest import RESULTS_NAME
 from tvmpaged.tuning.timing import Taken
-from tvmpaged.tuning.trial import choices_key
 from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
 
-KEYS = [choices_key(each) for each in legal_choices(len(FATES))]
 #: The first of the fakes' finalists, which took 400 us where the default took 500.
 BEST = KEYS[6]
 #: What the made-up device's kernels read, in bytes, and its roof.
