@@ -114,6 +114,8 @@ def test_a_server_that_dies_in_between_is_one_warning(tmp_path: Path, database: 
     warnings: list[str] = []
     machine = FakeMachine(tmp_path)
     runs = RunLog(f"sqlite:///{database}", warnings.append, {})
+    runs.connect()
+    runs.settle()
 
     def die(_choices: Any) -> None:
         if len(machine.measured) == 12:

@@ -1,6 +1,9 @@
 """A tracking server: where it is, how a new database is made, and what is said when it fails."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,15 +28,23 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_settings(monkeypatch)
 
 
+def stand_in(uri: str) -> Any:
+    """Return what looks like MLflow's client to who connects, and makes a database as it does."""
+    Path(uri.removeprefix("sqlite:///")).touch()
+    return SimpleNamespace(
+        search_experiments=lambda max_results: [],
+        get_experiment_by_name=lambda _name: SimpleNamespace(experiment_id="1"),
+    )
+
+
 def test_one_command_at_a_time_makes_a_databases_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment = SimpleNamespace(experiment_id="1")
     made = threading.Event()
 
-    def client(_uri: str) -> Any:
+    def client(uri: str) -> Any:
         made.set()
-        return SimpleNamespace(get_experiment_by_name=lambda _name: experiment)
+        return stand_in(uri)
 
     monkeypatch.setattr("mlflow.tracking.MlflowClient", client)
     second = threading.Thread(target=Tracking, args=(f"sqlite:///{tmp_path}/mlflow.db",))
@@ -44,12 +55,38 @@ def test_one_command_at_a_time_makes_a_databases_tables(
     assert made.is_set()
 
 
+KILLED_AT_A_STATEMENT = """
+import os, signal, sys
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from tvmpaged.tuning.tracking import Tracking
+left = int(sys.argv[2])
+@event.listens_for(Engine, "before_cursor_execute")
+def count(*_):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+Tracking(sys.argv[1])
+"""
+
+
+def test_a_kill_among_a_databases_tables_spoils_none(tmp_path: Path) -> None:
+    """MLflow cannot go on with tables that were half made, nor can any later command."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    command = [sys.executable, "-c", KILLED_AT_A_STATEMENT, uri, "250"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (half,) = tmp_path.glob(".mlflow.db.new-*/mlflow.db")
+    assert half.stat().st_size > 0
+    assert Tracking(uri).experiment
+    assert not half.parent.exists()
+    assert (tmp_path / "mlflow.db").exists()
+
+
 def test_who_connects_reports_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         monkeypatch.delenv(name, raising=False)
-    experiment = SimpleNamespace(experiment_id="1")
-    client = SimpleNamespace(get_experiment_by_name=lambda _name: experiment)
-    monkeypatch.setattr("mlflow.tracking.MlflowClient", lambda _uri: client)
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", stand_in)
     Tracking(f"sqlite:///{tmp_path}/mlflow.db")
     assert (os.environ["MLFLOW_DISABLE_TELEMETRY"], os.environ["DO_NOT_TRACK"]) == ("true", "true")
 
