@@ -14,10 +14,12 @@ from tvmpaged import mlflow_sync
 from tvmpaged.cli import app
 from tvmpaged.mlflow_sync import Synced, sync
 from tvmpaged.tuning import log as trial_log
+from tvmpaged.tuning import orphans
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import open_log
+from tvmpaged.tuning.orphans import WRITER_TAG
 from tvmpaged.tuning.process import Answer
-from tvmpaged.tuning.tracking import Tracking
+from tvmpaged.tuning.tracking import PARENT_TAG, Tracking
 
 NOTHING = {"params": 0, "tags": 0, "metrics": 0, "files": 0}
 
@@ -143,6 +145,29 @@ def test_an_upload_that_is_killed_goes_on_in_its_run(
     assert found.added == NOTHING | {"files": 3}
     assert num_runs(client) == count
     assert sync_one(tmp_path, uri).state == "complete"
+
+
+def test_runs_of_a_command_that_lost_sight_of_the_server_are_ended(
+    tmp_path: Path, uri: str, client: Any
+) -> None:
+    """It ended its own search in the log, and nothing on the server that was away."""
+    server = Tracking(uri)
+    me = orphans.writer()
+    tags = {WRITER_TAG: me.rsplit(" ", 1)[0] + " 1"}
+    done, cut, mine = (
+        server.create_run("tune", each, {}) for each in (tags, tags, {WRITER_TAG: me})
+    )
+    search(tmp_path, None)
+    log = log_folder(tmp_path) / "trials.jsonl"
+    child = server.create_run(str(SPEC), tags | {PARENT_TAG: done}, {"spec": str(SPEC)})
+    server.create_run(str(SPEC), tags | {PARENT_TAG: cut}, {})
+    with open_log(log.parent) as held:
+        held.track(child)
+    assert sync_one(tmp_path, uri, dry_run=True).run_id == child
+    assert client.get_run(done).info.status == "RUNNING"
+    assert sync_one(tmp_path, uri).state == "uploaded"
+    states = [client.get_run(each).info.status for each in (child, done, cut, mine)]
+    assert states == ["FINISHED", "FINISHED", "KILLED", "RUNNING"]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, uri: str, client: Any) -> None:
