@@ -32,6 +32,12 @@ def test_no_worker_may_take_all_memory(task: Task) -> None:
         assert 0 < limit <= memory_total() // 2
 
 
+def test_what_a_killed_compiler_leaves_goes_with_the_machine(task: Task) -> None:
+    machine = task.machine
+    folders = [each.environment["TMPDIR"] for each in machine.compilers]
+    assert folders == [str(machine.folder)] * len(machine.compilers)
+
+
 def test_a_compiler_that_hangs_is_a_failure_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
