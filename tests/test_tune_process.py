@@ -38,6 +38,7 @@ def test_a_worker_is_started_once(worker: Process) -> None:
         ("crash", "crash", "SIGSEGV; the last words"),
         ("exit", "crash", "exit code 3"),
         ("garbage", "crash", "its answer is no JSON: b'\\xff\\xfe"),
+        ("killed", "memory", "SIGKILL; the last words"),
         ("eat in C++", "memory", "SIGABRT; what():  std::bad_alloc"),
         ("hang", "time-out", "no answer"),
     ],
@@ -77,6 +78,7 @@ def test_a_worker_that_wants_too_much_memory_is_refused_it() -> None:
     ("text", "is_memory"),
     [
         ("MemoryError: ", True),
+        ("SIGKILL; its last words", True),  # the kernel's own way out
         ("SIGABRT; Buffer allocation failed", True),  # LLVM
         ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9", True),
         ("OSError: [Errno 12] Cannot allocate memory", True),
