@@ -79,10 +79,14 @@ C_CANDIDATES = {
     "crash": "*(volatile int *)0 = 1;",
     # Not for ever: a time-out that is broken is a test that fails, and none that hangs.
     "hang": "for (time_t end = time(0) + 45; time(0) < end;);",
+    # As a kernel asks for its scratch.
+    "greedy": "TVMBackendAllocWorkspace(1, 0, 1ull << 40, 2, 32);",
     "silent": "",  # leaves out as it was: NaN
 }
 C_SOURCE = """
+#include <stdint.h>
 #include <time.h>
+void *TVMBackendAllocWorkspace(int, int, uint64_t, int, int);
 int __tvm_ffi_decode(void *self, const void *args, int count, void *result) {{ {body} return 0; }}
 """
 
@@ -135,10 +139,12 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     assert {name: each.reason for name, each in found.items()} == {
         "crash": "crash",
         "hang": "time-out",
+        "greedy": "memory",
         "silent": "wrong",
         "garbage": "run",
     }
     assert "SIGSEGV" in found["crash"].detail
+    assert "bad_alloc" in found["greedy"].detail
     for each in (alone, found["silent"]):
         assert each.reason == "wrong"
         assert "rows of out hold NaN" in each.detail
