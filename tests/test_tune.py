@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tvmpaged import records, schedules, tune
 from tvmpaged.build import source_sha256
-from tvmpaged.cli import app
+from tvmpaged.cli import app, tune_view
 from tvmpaged.cli.tune import kv_heads, parse_seconds
 from tvmpaged.cli.tune_view import _latest, _table, plain_line
 from tvmpaged.cpu import cpu_model, native_target, num_threads
@@ -351,3 +351,17 @@ def test_of_many_specs_the_live_table_shows_the_latest(width: int) -> None:
         names = "".join(line.replace("━", "").strip() for line in text)
         assert str(specs[count - 1]) in names
         assert (str(specs[0]) in names) == (count < 30)
+
+
+def test_on_a_terminal_the_spec_that_is_searched_is_in_sight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    console = Console(width=80, height=12, file=screen, force_terminal=True)
+    monkeypatch.setattr(tune_view, "stderr_console", lambda: console)
+    with tune_view.show_progress() as on_status:
+        for number in range(1, 31):
+            spec = replace(SPEC, head_dim=8 * number)
+            begin = screen.tell()
+            on_status(Status(spec, "search", 8, 64))
+            assert str(spec) in screen.getvalue()[begin:]
