@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tune_tools import SPEC, TARGET, FakeMachine, work
 
 from tvmpaged import records
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.mlflow_log import RunLog
+from tvmpaged.tuning.process import Answer
 
 #: What ``mlflow server`` runs, without its supervisor.
 _SERVER = """
@@ -96,17 +98,37 @@ def search(
     uri: str | None,
     machine: FakeMachine | None = None,
     warnings: list[str] | None = None,
+    *,
+    connected: bool = True,
+    params: Mapping[str, Any] | None = None,
+    explained: Sequence[Path] = (),
     **settings: Any,
 ) -> str | None:
-    """Run a search below `folder`, logged to `uri`; return the run's id, None when it gave up."""
+    """Run a search below `folder`, logged to `uri`; return the run's id, None when it gave up.
+
+    Parameters
+    ----------
+    folder, uri, machine, settings
+        What to search, and where it is logged, if at all.
+    warnings : list of str, optional
+        Grows by what a user would be told.
+    connected : bool
+        Whether it begins when the server has answered, for which workers' start gives it time.
+    params : mapping, optional
+        Of the command's run.
+    explained : sequence of Path
+        What is kept beside the record.
+    """
     task = work(machine or FakeMachine(folder), folder, **{"trials": 24, **settings})
-    task._explain = lambda record: []  # type: ignore[method-assign]
+    task._explain = lambda record: list(explained)  # type: ignore[method-assign]
     if uri is None:
         task.run()
         return None
-    runs = task.runs = RunLog(uri, (warnings if warnings is not None else []).append, {})
+    told = warnings if warnings is not None else []
+    runs = task.runs = RunLog(uri, told.append, params or {})
     runs.connect()
-    runs._background.settle(60)  # as the workers' start gives it time
+    if connected:
+        runs._background.settle(60)
     try:
         record = task.run()
     except GivenUpError:
@@ -135,3 +157,24 @@ def contents(client: Any, run_id: str) -> dict[str, Any]:
         "metrics": metrics,
         "files": {each.path: each.file_size for each in client.list_artifacts(run_id)},
     }
+
+
+def stop_after(machine: FakeMachine, count: int) -> FakeMachine:
+    def fate(_choices: Any) -> Answer | None:
+        machine.stop = len(machine.measured) >= count
+        return Answer({}, "interrupted", "interrupted") if machine.stop else None
+
+    machine.fate = fate
+    return machine
+
+
+def go_on(machine: FakeMachine) -> FakeMachine:
+    machine.stop, machine.fate = False, lambda _choices: None
+    return machine
+
+
+def forget_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a developer's own settings of MLflow and of ours out of the environment."""
+    for name in list(os.environ):
+        if name.startswith(("MLFLOW_", "TVMPAGED_")):
+            monkeypatch.delenv(name)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tvmpaged import measure, provenance, schedules
+from tvmpaged import measure, provenance, records, schedules, tune_offline
 from tvmpaged.bundle import file_name, trust
 from tvmpaged.cpu import native_target
+from tvmpaged.records import Record
 from tvmpaged.sources import source_sha256
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
@@ -23,9 +24,11 @@ from tvmpaged.tuning.export_manifest import (
     Library,
     encode,
 )
+from tvmpaged.tuning.log import LOG_NAME, read_searches
 from tvmpaged.tuning.process import Process
 from tvmpaged.tuning.starts import default_start
-from tvmpaged.tuning.trial import Choices
+from tvmpaged.tuning.trial import Choices, Trial, choices_key
+from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
@@ -57,6 +60,10 @@ def legal_choices(
     return found
 
 
+#: Of the made-up export's candidates.
+KEYS = [choices_key(each) for each in legal_choices(len(FATES))]
+
+
 def write_export(
     folder: Path, fates: Sequence[str] = FATES, target: TargetKey = TARGET, **changes: Any
 ) -> Export:
@@ -76,7 +83,8 @@ def write_export(
     )  # fmt: skip
     merge = library(AttentionSpec.make("merge", "float32"), "merge")
     spec = ExportedSpec(SPEC, Workload.representative(SPEC, 3, target.kind), 7, merge, candidates)
-    values = {"header": provenance.header(target), "source_sha256": source_sha256("cpu"), "seed": 0}
+    sources = source_sha256(target.kind)
+    values = {"header": provenance.header(target), "source_sha256": sources, "seed": 0}
     export = Export(**({**values, "specs": (spec,)} | changes))
     (folder / EXPORT_NAME).write_bytes(encode(export))
     return export
@@ -113,3 +121,27 @@ def measure_with_fakes(folder: Path, **options: Any) -> measure.Measurement:
         return measure.measure(folder, **options)
     finally:
         measure.measuring_processes = real
+
+
+def settings(work_dir: Path, **more: Any) -> Settings:
+    return Settings(**{"trials": 12, "work_dir": work_dir, "use_mlflow": False, **more})
+
+
+def take_in(folder: Path, work_dir: Path) -> Record:
+    """Import the results of a single spec."""
+    (tuned,) = tune_offline.import_results(folder, settings(work_dir))
+    assert tuned.record is not None, tuned.failure
+    return tuned.record
+
+
+def trials(work_dir: Path) -> list[Trial]:
+    last = read_searches(records.folder(work_dir, TARGET, SPEC) / LOG_NAME)[-1]
+    return list(last.trials.values())
+
+
+def measured_export(folder: Path) -> Path:
+    """Return an export that was measured by a made-up device of another name."""
+    write_export(folder)
+    measure_with_fakes(folder)
+    edit(folder / RESULTS_NAME, lambda data: data["device"].update(name="A CPU", num_threads=77))
+    return folder

@@ -1,7 +1,6 @@
 """A real tracking server: what a login, a hang and a kill leave behind."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow_tools import Server, contents, log_folder, search, server
+from mlflow_tools import Server, contents, forget_settings, log_folder, search, server
 from tune_tools import SPEC, TARGET, FakeMachine
 
 from tvmpaged import records
@@ -25,9 +24,7 @@ from tvmpaged.tuning.tracking import PARENT_TAG, Tracking
 
 @pytest.fixture(autouse=True)
 def own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("MLFLOW_", "TVMPAGED_")):
-            monkeypatch.delenv(name)
+    forget_settings(monkeypatch)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", tmp_path.name)
 
 
@@ -139,7 +136,7 @@ CHILD = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from mlflow_tools import search
+from mlflow_tools import forget_settings, search
 from tune_tools import FakeMachine
 machine = FakeMachine(Path(sys.argv[1]))
 def fate(_choices):

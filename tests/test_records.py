@@ -1,6 +1,7 @@
 """Records: written whole, read strictly, one per spec and target, with a key of their own."""
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,25 @@ def test_the_folder_of_a_spec_changes_with_any_of_its_fields() -> None:
 
 def test_percentiles_are_of_the_times() -> None:
     assert Latency.of([3.0, 1.0, 2.0], disturbed=4) == Latency(2.0, 1.2, 2.8, 3, 4)
+
+
+def test_a_record_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.name} {Path(target).name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = records.save(tmp_path, make_record())
+    new = done[0].removeprefix("sync ")
+    assert new != "record.json"
+    assert done == [f"sync {new}", f"rename {new} record.json", f"sync {path.parent.name}"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from rich.console import Console
 
 from tvmpaged import records, schedules, tune
 from tvmpaged.build import source_sha256
-from tvmpaged.cli import app
+from tvmpaged.cli import app, tune_view
 from tvmpaged.cli.tune import kv_heads, parse_seconds
-from tvmpaged.cli.tune_view import _table, plain_line
+from tvmpaged.cli.tune_view import _latest, _table, plain_line
 from tvmpaged.cpu import cpu_model, native_target, num_threads
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.status import Status
@@ -337,3 +338,30 @@ def test_the_live_table_names_each_spec_whole_on_a_narrow_terminal(width: int) -
     assert "━" in text[first]
     for part in ("8/64", " 740 us", "16.9 GB/s", "67%", "1.19", "42 s"):
         assert part in " ".join(text[first:second])
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_of_many_specs_the_live_table_shows_the_latest(width: int) -> None:
+    specs = [replace(SPEC, head_dim=8 * number) for number in range(1, 31)]
+    console = Console(width=width, height=12, record=True, file=io.StringIO())
+    for count in (1, 30):
+        console.print(_latest([Status(each, "search", 8, 64) for each in specs[:count]], console))
+        text = console.export_text().splitlines()
+        assert len(text) < 12
+        names = "".join(line.replace("━", "").strip() for line in text)
+        assert str(specs[count - 1]) in names
+        assert (str(specs[0]) in names) == (count < 30)
+
+
+def test_on_a_terminal_the_spec_that_is_searched_is_in_sight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    console = Console(width=80, height=12, file=screen, force_terminal=True)
+    monkeypatch.setattr(tune_view, "stderr_console", lambda: console)
+    with tune_view.show_progress() as on_status:
+        for number in range(1, 31):
+            spec = replace(SPEC, head_dim=8 * number)
+            begin = screen.tell()
+            on_status(Status(spec, "search", 8, 64))
+            assert str(spec) in screen.getvalue()[begin:]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,3 +169,20 @@ def test_waiting_for_a_core_is_seen() -> None:
         for each in busy:
             each.kill()
             each.wait()
+
+
+def test_a_call_that_waited_for_a_core_is_not_clean() -> None:
+    def once(waited_ns: int, call: Callable[[], None]) -> timing.Taken:
+        count = iter((0, waited_ns))
+        queue: Any = SimpleNamespace(waited_ns=lambda: next(count))
+        return timing.timed_once(call, queue)
+
+    def long() -> None:
+        time.sleep(0.01)
+
+    def short() -> None: ...
+
+    assert once(0, long).clean
+    assert not once(5_000_000, long).clean
+    assert once(15_000, short).clean  # to wake a thread takes as long
+    assert not once(5_000_000, short).clean

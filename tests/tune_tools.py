@@ -17,6 +17,8 @@ from tvmpaged.tuning.work import Settings, Work
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
 TARGET = native_target()
+#: Where a process finds the workers of these tests.
+TESTS = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def known_us(choices: Choices) -> float:

@@ -13,7 +13,7 @@ from tvmpaged.records import Record
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning import tracking
 from tvmpaged.tuning.log import Search, open_log
-from tvmpaged.tuning.orphans import WRITER_TAG, writer
+from tvmpaged.tuning.orphans import WRITER_TAG, close_orphans, writer
 from tvmpaged.tuning.searches import Wanted, folder_searches, log_folders
 from tvmpaged.tuning.tracking import PARENT_TAG, Tracking, answering, connect
 
@@ -99,6 +99,9 @@ def sync(
                 progress(done, str(spec))
         finally:
             upload.close()
+        if server is not None and not dry_run:
+            # Of commands that lost sight of the server before they could end their own.
+            close_orphans(server, ())
     return found
 
 

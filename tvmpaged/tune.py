@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 #: the machine is), but no more than this share of a spec's time.
 FINISH_SECONDS, FINISH_SHARE = 10.0, 0.35
 #: What a plan says a trial takes: to compile on one core, to check and measure, and to start up.
-COMPILE_SECONDS, MEASURE_SECONDS, START_SECONDS = 1.2, 0.3, 15.0
+COMPILE_SECONDS, MEASURE_SECONDS, START_SECONDS = 1.2, 0.5, 15.0
 
 
 def check_specs(specs: Sequence[AttentionSpec]) -> None:

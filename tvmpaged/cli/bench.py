@@ -7,6 +7,7 @@ import typer
 from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say, warn
 from tvmpaged.cli.devices import AllowBusyFlag
 from tvmpaged.cli.errors import ExitCode
+from tvmpaged.cli.mlflow_flags import MlflowUriFlag, NoMlflowFlag
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 
 if TYPE_CHECKING:
@@ -42,11 +43,8 @@ def run(
         bool, typer.Option("--profile", help="Only print the command lines for a profiler.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
-    mlflow_uri: Annotated[
-        str | None,
-        typer.Option(help="Tracking server [$MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]."),
-    ] = None,
-    no_mlflow: Annotated[bool, typer.Option("--no-mlflow", help="Log no runs.")] = False,
+    mlflow_uri: MlflowUriFlag = None,
+    no_mlflow: NoMlflowFlag = False,
     json: JsonFlag = False,
 ) -> ExitCode:
     """Measure kernels as they are served, beside torch and the machine's measured roof.

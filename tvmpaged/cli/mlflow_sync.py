@@ -11,6 +11,7 @@ import typer
 
 from tvmpaged.cli.console import JsonFlag, print_json, print_table, progress, say
 from tvmpaged.cli.errors import ExitCode
+from tvmpaged.cli.mlflow_flags import MlflowUriFlag
 
 if TYPE_CHECKING:
     from tvmpaged.mlflow_fetch import Fetched
@@ -24,10 +25,7 @@ tvmpaged mlflow-sync tuning_logs --from-run 0123456789abcdef0123456789abcdef
 
 def run(
     dir: Annotated[Path, typer.Argument(help="A folder of tuning logs.", metavar="DIR")],  # noqa: A002
-    mlflow_uri: Annotated[
-        str | None,
-        typer.Option(help="Tracking server [$MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]."),
-    ] = None,
+    mlflow_uri: MlflowUriFlag = None,
     from_run: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,12 +11,14 @@ from tvmpaged.cli.console import JsonFlag, percent, print_json, print_table, say
 from tvmpaged.cli.devices import AllowBusyFlag, DevicesFlag, parse_devices
 from tvmpaged.cli.duration import TimeLimitFlag, parse_seconds
 from tvmpaged.cli.errors import ExitCode, exit_code
+from tvmpaged.cli.mlflow_flags import MlflowUriFlag, NoMlflowFlag
 from tvmpaged.cli.spec_options import SpecFlags, kv_heads, takes_specs
 from tvmpaged.cli.tune_view import show_progress
 from tvmpaged.errors import UserError
 
 if TYPE_CHECKING:
-    from tvmpaged.tune import Estimate, Tuned
+    from tvmpaged.spec import AttentionSpec, TargetKey
+    from tvmpaged.tune import Estimate, Settings, Tuned
 
 EXAMPLE = (
     "tvmpaged tune --group-size 3 --head-dim 64 --dtype float32 --trials 64 --time-limit 3m\n"
@@ -42,11 +44,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the logs.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of proposals and inputs.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
-    mlflow_uri: Annotated[
-        str | None,
-        typer.Option(help="Tracking server [$MLFLOW_TRACKING_URI, else sqlite:///mlflow.db]."),
-    ] = None,
-    no_mlflow: Annotated[bool, typer.Option("--no-mlflow", help="Log no runs.")] = False,
+    mlflow_uri: MlflowUriFlag = None,
+    no_mlflow: NoMlflowFlag = False,
     export: Annotated[
         Path | None,
         typer.Option(help="Measure nothing: write compiled candidates there.", metavar="DIR"),
@@ -68,12 +67,11 @@ def run(
     """
     _check_modes(export, import_results, dry_run, specs)
     wanted = specs.required() if import_results is None else []
-    seconds = parse_seconds(time_limit)
     from tvmpaged import tune as tuning
 
     settings = tuning.Settings(
         trials=trials,
-        time_limit_s=seconds,
+        time_limit_s=parse_seconds(time_limit),
         work_dir=work_dir,
         seed=seed,
         resume=resume,
@@ -91,12 +89,21 @@ def run(
     if dry_run:
         _print_plan(tuning.estimate(wanted, key, settings), json)
         return ExitCode.DONE
+    return _search(wanted, key, settings, json)
+
+
+def _search(
+    wanted: "list[AttentionSpec]", target: "TargetKey", settings: "Settings", json: bool
+) -> ExitCode:
+    """Tune, and say what was found; when it is cut short, how to go on."""
+    from tvmpaged.tune import tune
+
     done: list[Tuned] = []
     try:
         with show_progress() as on_status:
-            results = tuning.tune(
+            results = tune(
                 wanted,
-                key,
+                target,
                 settings,
                 on_status=on_status,
                 on_result=done.append,
@@ -104,19 +111,20 @@ def run(
             )
     except KeyboardInterrupt:
         if len(done) == len(wanted):
-            say(f"every spec was done before the signal; what was found is in {work_dir}")
+            say(f"every spec was done before the signal; what was found is in {settings.work_dir}")
             _finish(done, json)
-            raise
-        say(
-            f"given up; the trials so far are in {work_dir}: the same command goes on with --resume"
-        )
+        else:
+            say(
+                f"given up; the trials so far are in {settings.work_dir}: the same command goes on "
+                "with --resume"
+            )
         raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
-            f"no space is left to write {error.filename or work_dir}; make room, then the same "
-            "command goes on with --resume"
+            f"no space is left to write {error.filename or settings.work_dir}; make room, then the "
+            "same command goes on with --resume"
         ) from error
     return _finish(results, json)
 

@@ -8,6 +8,7 @@ from tvmpaged.cli.console import percent, say, stderr_console
 from tvmpaged.roofs import UNITS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from tvmpaged.tune import Status
@@ -27,9 +28,18 @@ def show_progress() -> "Iterator[Callable[[Status], None]]":
 
         def update(status: "Status") -> None:
             seen[str(status.spec)] = status
-            live.update(_table(list(seen.values())), refresh=True)
+            live.update(_latest(list(seen.values()), console), refresh=True)
 
         yield update
+
+
+def _latest(statuses: "list[Status]", console: "Console") -> "Table":
+    """Return the table of the latest statuses: as many as the terminal has lines for, now."""
+    for first in range(len(statuses)):
+        table = _table(statuses[first:])
+        if len(console.render_lines(table)) < console.height:
+            break
+    return table
 
 
 def _table(statuses: "list[Status]") -> "Table":
@@ -41,6 +51,8 @@ def _table(statuses: "list[Status]") -> "Table":
     table = Table.grid(padding=(0, 1))
     for each in statuses:
         head = Table.grid(padding=(0, 1))
+        head.add_column(overflow="fold")  # what tells specs apart is at their names' ends
+        head.add_column()
         bar = ProgressBar(each.num_trials, min(each.trials, each.num_trials), width=16)
         head.add_row(Text(str(each.spec)), bar)
         table.add_row(head)

@@ -17,13 +17,14 @@ from tvmpaged.bundle.fields import Fields
 from tvmpaged.errors import UserError
 from tvmpaged.roofs import MeasuredRoof
 from tvmpaged.spec import AttentionSpec, TargetKey
+from tvmpaged.tuning.doubt import contradiction, doubt
 from tvmpaged.tuning.export_manifest import Candidate, Export, ExportedSpec, ExportFolder, Library
 from tvmpaged.tuning.finalists import Result, decide
 from tvmpaged.tuning.interrupt import GivenUpError
 from tvmpaged.tuning.log import Lines
 from tvmpaged.tuning.machine import Machine
 from tvmpaged.tuning.process import Answer, Process
-from tvmpaged.tuning.results import SCHEMA_VERSION, Measured, Results, doubt
+from tvmpaged.tuning.results import SCHEMA_VERSION, Measured, Results
 from tvmpaged.tuning.session import Session
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.task import Task
@@ -240,7 +241,8 @@ def try_all(
     GivenUpError
         When a signal came.
     UserError
-        When not even the default can be measured, or an answer is missing.
+        When not even the default can be measured, an answer is missing, or they contradict each
+        other.
     """
     target = machine.source.export.header.target
     first, *others = exported.candidates
@@ -271,5 +273,12 @@ def try_all(
     on_status(session.status("finalists"))
     result = decide(task, default, list(session.trials.values()))
     roof = task.measure_roof(beside=result.choices)
+    why = contradiction(exported, machine.tape.answers)
+    if why:
+        raise UserError(
+            f"{exported.spec}: the results contradict each other: {why}; where it was measured, "
+            f"run tvmpaged measure {shlex.quote(str(machine.source.path))} --no-resume on a quiet "
+            "machine"
+        )
     on_status(session.done(result, roof))
     return session, result, roof

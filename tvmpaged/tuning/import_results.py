@@ -17,6 +17,7 @@ from tvmpaged.bundle import BundleError, trust
 from tvmpaged.errors import UserError
 from tvmpaged.records import Record
 from tvmpaged.sources import source_sha256
+from tvmpaged.tuning.doubt import check_answers
 from tvmpaged.tuning.export_manifest import (
     RESULTS_NAME,
     ExportedSpec,
@@ -62,7 +63,8 @@ def read_results(folder: Path) -> tuple[ExportFolder, Results]:
     with trust.open_folder(folder) as folder_fd:
         data = trust.read_file(folder_fd, RESULTS_NAME, path)
     try:
-        results = decode(data, source.export)
+        results = decode(data)
+        check_answers(results, source.export)
     except BundleError as error:
         raise BundleError(f"{path}: {error}") from error
     if results.export_sha256 != source.sha256:

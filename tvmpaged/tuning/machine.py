@@ -234,6 +234,8 @@ def open_machine(
     cores = sorted(os.sched_getaffinity(0))
     share = memory_total() // (len(cores) + 1)
     with scratch_folder() as folder:
+        # What a compiler that is killed leaves behind goes with the folder.
+        one_core["TMPDIR"] = str(folder)
         machine = Machine(
             compilers=[
                 Process("tvmpaged.tuning.compile_worker", one_core, share, {core}) for core in cores

@@ -34,6 +34,8 @@ def is_alive(tag: str) -> bool | None:
 def close_orphans(tracking: Tracking, ours: Iterable[str]) -> set[str]:
     """End runs left RUNNING; return their ids.
 
+    One whose runs below it have all come to their end has come to its own, and is FINISHED.
+
     Parameters
     ----------
     tracking : Tracking
@@ -60,9 +62,16 @@ def close_orphans(tracking: Tracking, ours: Iterable[str]) -> set[str]:
         # Where nobody can tell whether its process lives, one without a child has come to its end.
         if children <= closed and alive[parent] is None:
             closed.add(parent)
-    for run_id in closed:
-        tracking.client.set_terminated(run_id, "KILLED")
+    for run_id in sorted(closed, key=lambda each: parents[each] is None):  # children first
+        tracking.client.set_terminated(run_id, _end_of(tracking, run_id))
     return closed
+
+
+def _end_of(tracking: Tracking, run_id: str) -> str:
+    below = tracking.client.search_runs(
+        [tracking.experiment], filter_string=f"tags.`{PARENT_TAG}` = '{run_id}'"
+    )
+    return "FINISHED" if {each.info.status for each in below} == {"FINISHED"} else "KILLED"
 
 
 def _started(pid: int) -> str:

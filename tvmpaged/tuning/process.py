@@ -27,9 +27,11 @@ from tvmpaged.tuning.trial import Reason
 START_TIMEOUT_S = 180.0
 _POLL_S = 0.2
 _TAIL_BYTES = 2000
-#: How Python, C++, LLVM and torch word that they were refused memory.
+#: How Python, C++, LLVM and torch word that they were refused memory, and how a process ends that
+#: the system killed because there was none: nobody else kills one that has a request.
 _OUT_OF_MEMORY = re.compile(
-    r"^MemoryError|bad_alloc|out of memory|allocation failed|allocate memory", re.IGNORECASE
+    r"^MemoryError|^SIGKILL|bad_alloc|out of memory|allocation failed|allocate memory",
+    re.IGNORECASE,
 )
 
 

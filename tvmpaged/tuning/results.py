@@ -1,41 +1,20 @@
-"""What came of measuring an export: every answer with its numbers, and what makes one credible.
-
-A verdict is never taken over. Times are summarised and candidates compared again from the calls'
-own times, and an answer that calls a candidate right must bring the errors that show it.
-"""
+"""What came of measuring an export: every answer with its numbers, as the device gave it."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tvmpaged.bundle import BundleError
 from tvmpaged.bundle.fields import Fields, load_object, parsed
-from tvmpaged.roofs import MeasuredRoof
-from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.device import Device
-from tvmpaged.tuning.export_manifest import (
-    RESULTS_NAME,
-    Candidate,
-    Export,
-    ExportedSpec,
-    check_version,
-)
-from tvmpaged.tuning.limits import limits
+from tvmpaged.tuning.export_manifest import RESULTS_NAME, check_version
 from tvmpaged.tuning.process import Answer
-from tvmpaged.tuning.timing import MIN_REPEATS
-from tvmpaged.tuning.trial import REASONS, Reason, as_reason
+from tvmpaged.tuning.trial import Reason, as_reason
 
 SCHEMA_VERSION = 2
 PHASES = ("search", "finalists", "roof")
-#: Of a measurement: what does not compile is not measured, and an interrupt says nothing.
-_REASONS = tuple(each for each in REASONS if each not in ("compile", "interrupted"))
-#: How far a speed-up may lie outside of what the calls' own times allow: those are of the least
-#: disturbed rounds, while on a busy machine the speed-up is taken from all rounds.
-_SPEEDUP_SLACK = 1.5
 
 
 @dataclass(frozen=True)
@@ -141,8 +120,8 @@ def encode(results: Results) -> bytes:
     return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
 
 
-def decode(data: bytes, export: Export) -> Results:
-    """Read `encode`'s bytes, and hold every answer against the export.
+def decode(data: bytes) -> Results:
+    """Read `encode`'s bytes; whether they are to be believed is for `tvmpaged.tuning.doubt`.
 
     Raises
     ------
@@ -163,11 +142,6 @@ def decode(data: bytes, export: Export) -> Results:
         ),
     )
     top.end()
-    for index, each in enumerate(results.answers):
-        why = doubt(each, export)
-        if why:
-            asked = f"{each.phase} of {' '.join(each.keys)}"
-            raise BundleError(f"answer {index} ({each.spec}, {asked}) is not believed: {why}")
     return results
 
 
@@ -193,107 +167,3 @@ def _read_device(entry: Fields) -> Device:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BundleError(f"{entry.where}.{name}={size!r} must be bytes, at least 1")
     return device
-
-
-def doubt(measured: Measured, export: Export) -> str:
-    """Return why an answer is not to be believed; empty when it is.
-
-    Parameters
-    ----------
-    measured : Measured
-        From a file that anyone may have written.
-    export : Export
-        What was to be measured.
-    """
-    exported = next((each for each in export.specs if str(each.spec) == measured.spec), None)
-    if exported is None:
-        return "its spec is not in the export"
-    if measured.phase not in PHASES:
-        return f"phase {measured.phase!r} is not known"
-    found = [exported.find(key) for key in measured.keys]
-    candidates = [each for each in found if each is not None]
-    if len(candidates) < len(found) or (not found and measured.phase != "roof"):
-        return "it names candidates that are not in the export, or none"
-    wanted = [each.library.sha256 if each.library else "" for each in candidates]
-    if list(measured.sha256s) != wanted:
-        return "what was measured has another sha256 than what was exported"
-    if measured.reason:
-        return "" if measured.reason in _REASONS else f"reason {measured.reason!r} says nothing"
-    failure = measured.reply.get("wrong", measured.reply.get("error"))
-    if failure is not None:
-        return "" if isinstance(failure, str) and failure else "it fails without saying why"
-    if measured.phase == "roof":
-        return _doubt_roof(measured.reply.get("roof"), exported)
-    return _doubt_times(measured.reply, len(candidates)) or _doubt_checks(
-        measured.reply, exported, candidates
-    )
-
-
-def _doubt_roof(roof: Any, exported: ExportedSpec) -> str:
-    if not isinstance(roof, dict) or not _is_positive(roof.get("value")):
-        return "it has no roof above 0"
-    name, _ = exported.workload.rate(exported.spec, 1.0)
-    if roof.keys() != {each.name for each in fields(MeasuredRoof)} or roof["name"] != name:
-        return f"its roof is not name={name!r}, value and fraction alone"
-    fraction = roof.get("fraction")
-    return "" if fraction is None or _is_positive(fraction) else f"fraction={fraction!r} is none"
-
-
-def _doubt_times(reply: Mapping[str, Any], count: int) -> str:
-    samples = reply.get("samples")
-    if not isinstance(samples, list) or len(samples) != count:
-        return f"it says that {count} candidates passed, and has no times of each"
-    for each in samples:
-        times = each.get("times_us") if isinstance(each, dict) else None
-        if not isinstance(times, list) or len(times) < MIN_REPEATS:
-            return f"a candidate that passed needs at least {MIN_REPEATS} times"
-        if not all(_is_positive(us) for us in times):
-            return "its times are not all finite and above 0"
-        if not isinstance(each.get("disturbed"), int) or each["disturbed"] < 0:
-            return f"disturbed={each.get('disturbed')!r} is no count"
-        if not _is_positive(each.get("speedup")):
-            return f"speedup={each.get('speedup')!r} is no ratio"
-        if not _allows(samples[0]["times_us"], times, each["speedup"]):
-            return f"speedup={each['speedup']:.3g} is not what its times say"
-    if samples[0]["speedup"] != 1.0:
-        return "the first candidate is compared with itself, and its speed-up is not 1"
-    return ""
-
-
-def _allows(first_us: Sequence[float], times_us: Sequence[float], speedup: float) -> bool:
-    least, most = min(first_us) / max(times_us), max(first_us) / min(times_us)
-    return least / _SPEEDUP_SLACK <= speedup <= most * _SPEEDUP_SLACK
-
-
-def _doubt_checks(
-    reply: Mapping[str, Any], exported: ExportedSpec, candidates: Sequence[Candidate]
-) -> str:
-    checks = reply.get("checks")
-    if not isinstance(checks, list) or len(checks) != len(candidates):
-        return f"it says that {len(candidates)} candidates passed, and has no errors of each"
-    for candidate, found in zip(candidates, checks, strict=True):
-        why = _doubt_errors(exported.spec, candidate, found)
-        if why:
-            return why
-    return ""
-
-
-def _doubt_errors(spec: AttentionSpec, candidate: Candidate, found: Any) -> str:
-    allowed = limits(spec, candidate.choices)
-    entries = found if isinstance(found, list) else []
-    errors = {each.get("what"): each.get("error") for each in entries if isinstance(each, dict)}
-    if errors.keys() != allowed.keys():
-        return "its errors are not those of the checks that every candidate must pass"
-    for what, limit in allowed.items():
-        error: Any = errors[what]
-        if not _is_number(error) or not 0 <= error <= limit:
-            return f"its error {error!r} of {what!r} is no number up to {limit:.1e}"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0

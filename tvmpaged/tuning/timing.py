@@ -140,6 +140,11 @@ def measure(
                 break
     finally:
         clock.close()
+    return summary(rounds)
+
+
+def summary(rounds: list[list[Taken]]) -> list[Samples]:
+    """Return what rounds say of each contender; a round has a call of each."""
     chosen = _undisturbed(rounds)
     return [
         Samples(
@@ -147,7 +152,7 @@ def measure(
             disturbed=sum(1 for each in rounds if not each[which].clean),
             speedup=_speedup(rounds, which),
         )
-        for which in range(len(calls))
+        for which in range(len(rounds[0]))
     ]
 
 

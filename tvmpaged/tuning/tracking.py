@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -92,6 +94,8 @@ class Tracking:
             file.parent.mkdir(parents=True, exist_ok=True)
         # Two commands that make one new database at once would make its tables twice.
         with FileLock(f"{file}.lock", DATABASE_TIMEOUT_S) if file else nullcontext():
+            if file is not None and not file.exists():
+                _make_database(file)
             self.client: Any = MlflowClient(uri)
             self.experiment = self._experiment(file, create)
 
@@ -131,6 +135,20 @@ class Tracking:
         metrics = [Metric(name, value, now, step) for name, value, step in points]
         for begin in range(0, len(metrics), MAX_BATCH):
             self.client.log_batch(run_id, metrics=metrics[begin : begin + MAX_BATCH])
+
+
+def _make_database(file: Path) -> None:
+    """Make a database's tables; killed half-way through them, none could be opened ever after."""
+    from mlflow.tracking import MlflowClient
+
+    prefix = f".{file.name}.new-"
+    for left in file.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a command that was killed
+    # MLflow keeps a connection for each name it has ever seen, so no name comes twice.
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        MlflowClient(f"{_SQLITE}{new}").search_experiments(max_results=1)
+        new.rename(file)
 
 
 def short(value: Any) -> str:
