@@ -6,6 +6,7 @@ A terminal gets tables and a progress bar, anything else plain lines. ``NO_COLOR
 import json
 import logging
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 
 _SECONDS_BETWEEN_LINES = 5.0
+#: A column that folds to fewer characters is not read any more.
+_LEAST_WIDTH = 24
 
 
 def stderr_console() -> "Console":
@@ -51,24 +54,51 @@ def print_json(payload: Mapping[str, Any], schema_version: int) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print rows on stdout: a table on a terminal, else tab-separated lines with a header."""
+    """Print rows on stdout: a table on a terminal, else tab-separated lines with a header.
+
+    On a terminal that has no room for a table each row is a few lines, its first cell on one.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         if title:
             print(f"# {title}")
-        for row in (columns, *rows):
-            print("\t".join(str(cell) for cell in row))
+        for row in (columns, *cells):
+            print("\t".join(row))
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    widest = widths.index(max(widths))
+    others = sum(widths) - widths[widest] + 3 * len(widths) + 1  # frames and spaces
+    if console.width - others < min(widths[widest], _LEAST_WIDTH):
+        print("\n".join([*([title] if title else []), *_lines(columns, cells, console.width)]))
+        return
     table = Table(title=title or None, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number != widest)
+    for row in cells:
         # Text, because a value may hold square brackets and is no markup.
-        table.add_row(*(Text(str(cell)) for cell in row))
-    Console().print(table)
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Yield each row's first cell, and the others named below it."""
+    for first, *rest in rows:
+        yield first
+        named = [f"{name} {cell}" for name, cell in zip(columns[1:], rest, strict=True) if cell]
+        yield from textwrap.wrap(
+            ", ".join(named),
+            width,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 @contextmanager
