@@ -74,6 +74,12 @@ def test_finals_may_see_a_little_more_than_the_search_or_less(
     assert take_in(measured).record is not None
 
 
+@pytest.mark.parametrize(("us", "is_refused"), [(490.0, False), (320.0, True)])
+def test_a_busy_moment_of_the_search_refuses_nobody(us: float, is_refused: bool) -> None:
+    """As a search of few trials may take all into its finals, those timed beside others too."""
+    assert bool(doubt._ahead([KEYS[0], BEST], [500.0, us], {BEST: 0.5})) == is_refused
+
+
 def test_nothing_is_faster_than_the_roof_of_its_machine(measured: Path) -> None:
     roof_us = BYTES / ROOF_GB_PER_S / 1e3
     claim(measured, roof_us / CREDIBLE * 1.01, ["search", "finalists"])
