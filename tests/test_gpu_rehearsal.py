@@ -115,7 +115,7 @@ def test_rows_have_roof_torch_and_error(ran: Path) -> None:
     ]
     assert [row["spec"] for row in rows] == [str(spec) for spec in SPECS]
     for row in rows:
-        assert row["kind"] == "default"
+        assert row["kind"] in ("default", "tuned")  # as tuning_logs has a record, or none
         assert 0 < row["error"] < 1e-5
         assert row["torch_ratio"] > 0
         assert row["roof_fraction"] > 0
