@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tvmpaged import measure, provenance, records, schedules, tune_offline
+from tvmpaged import measure, provenance, records, schedules
 from tvmpaged.bundle import file_name, trust
 from tvmpaged.cpu import native_target
-from tvmpaged.records import Record
 from tvmpaged.sources import source_sha256
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
@@ -28,7 +27,6 @@ from tvmpaged.tuning.log import LOG_NAME, read_searches
 from tvmpaged.tuning.process import Process
 from tvmpaged.tuning.starts import default_start
 from tvmpaged.tuning.trial import Choices, Trial, choices_key
-from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
@@ -121,17 +119,6 @@ def measure_with_fakes(folder: Path, **options: Any) -> measure.Measurement:
         return measure.measure(folder, **options)
     finally:
         measure.measuring_processes = real
-
-
-def settings(work_dir: Path, **more: Any) -> Settings:
-    return Settings(**{"trials": 12, "work_dir": work_dir, "use_mlflow": False, **more})
-
-
-def take_in(folder: Path, work_dir: Path) -> Record:
-    """Import the results of a single spec."""
-    (tuned,) = tune_offline.import_results(folder, settings(work_dir))
-    assert tuned.record is not None, tuned.failure
-    return tuned.record
 
 
 def trials(work_dir: Path) -> list[Trial]:

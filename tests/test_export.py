@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offline_tools import BEST, FATES, KEYS, SPEC, TARGET, measured_export, settings, take_in
+from import_tools import settings, take_in
+from offline_tools import (
+    BEST,
+    FATES,
+    KEYS,
+    SPEC,
+    TARGET,
+    measured_export,
+)
 from tune_tools import FakeMachine
 
 from tvmpaged import tune_offline

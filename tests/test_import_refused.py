@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from import_tools import settings
 from offline_tools import (
     FATES,
     KEYS,
     edit,
     measured_export,
-    settings,
     write_export,
 )
 

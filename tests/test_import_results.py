@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from import_tools import take_in
 from offline_tools import (
     BEST,
     FATES,
@@ -17,7 +18,6 @@ from offline_tools import (
     legal_choices,
     measure_with_fakes,
     measured_export,
-    take_in,
     trials,
     write_export,
 )
