@@ -23,10 +23,16 @@ from tvmpaged.schedules.cpu_rules import (
     scratch_bytes,
     tile_scratch_bytes,
 )
-from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
+from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, AttentionSpec, TargetKey
 
-#: Up to this many query rows share a key, a decode takes its scores row by row.
+#: Up to this many query rows share a key, a decode takes its scores row by row; up to the second
+#: number nothing else ever won (`tvmpaged show --options` over the searches in ``tuning_logs``).
 MOST_ROWS = 8
+ALWAYS_ROWS = 4
+
+#: From so many bytes of a row of K on, 16 keys ahead are enough for what comes from memory, and
+#: what comes from a cache wants to be in the first level: measured at 256, 320 and 512 bytes.
+LONG_ROW_BYTES = 320
 
 
 def _lanes(spec: AttentionSpec, target: TargetKey) -> int:
@@ -63,14 +69,15 @@ def _default_vectors(spec: AttentionSpec, target: TargetKey) -> Choices:
         "split_length": 512 if spec.kernel == "decode" else 1024,
     }
     if few_rows:
-        ahead = not spec.is_generic
-        choices |= {"prefetch_keys": 32 if ahead else 0, "prefetch_level": 2 if ahead else 1}
+        is_long = spec.head_dim * DTYPE_BYTES[spec.kv_dtype] >= LONG_ROW_BYTES
+        ahead, level = (0, 1) if spec.is_generic else (16, 1) if is_long else (32, 2)
+        choices |= {"prefetch_keys": ahead, "prefetch_level": level}
     choices["row_tile"] = _row_tile(spec, choices)
     registers, rows = num_registers(target), choices["row_tile"]
     if few_rows:
         limits = {
             "dot_keys": (registers - 8) // rows,
-            "dot_unroll": 5,
+            "dot_unroll": 8,  # in part, the accumulators of many rows are stored and loaded
             "weigh_vectors": (registers - 2) // rows,
         }
     else:
@@ -157,18 +164,23 @@ def _row_tile(spec: AttentionSpec, choices: Choices) -> int:
 
 
 def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
-    """Return the open list: each option's values, those of the untuned default among them."""
+    """Return the open list: each option's values, those of the untuned default among them.
+
+    The default's instruction set is the only one: vectors never won where tiles fit, nor half
+    vectors where whole ones do.
+    """
     default = default_choices(spec, target)
     if spec.kernel not in ATTENTION_KERNELS or spec.is_generic:
         return {name: (value,) for name, value in default.items()}
     decode = spec.kernel == "decode"
     group_tiles = {spec.group_size, -(-spec.group_size // 2)} if decode else set()
     tiles, pairs = has_amx(spec, target), default["step"] == "pairs"
+    either = decode and not pairs and spec.group_size > ALWAYS_ROWS
     values: dict[str, set[Any]] = {
-        "isa": {"amx"} if pairs else {"vector", "amx"} if tiles else {"vector"},
+        "isa": set(),
         "weigh_keys": {32, 64, 128, 256} if tiles else {DEPTH},
-        "step": {"pairs"} if pairs else {"rows", "columns"} if decode else {"columns"},
-        "lanes": {8, _lanes(spec, target)},
+        "step": {"rows", "columns"} if either else set(),
+        "lanes": set(),
         "row_tile": {8, 16, 32, 48, 64, 96, 128} | group_tiles,
         "keys_per_step": {16, 32, 64, 128} | ({256} if tiles else set()),
         "split_length": {256, 512, 1024, 2048} if decode else {1024, 2048, 4096},

@@ -18,13 +18,18 @@ from tvmpaged import schedules
 from tvmpaged.build import build_artifact
 from tvmpaged.cpu import native_target
 from tvmpaged.kernels.tile_registers import NUM_REGISTERS, TileRegisters
-from tvmpaged.schedules.cpu_rules import has_amx
+from tvmpaged.schedules.cpu_rules import has_amx, has_avx512
 from tvmpaged.spec import AttentionSpec, TargetKey, native_family
 from tvmpaged.tuning.candidates import Candidates
 from tvmpaged.tuning.check import check, wrong
 
 AMX = TargetKey("cpu", "sapphirerapids")
 NATIVE = native_target()
+#: What draws choices of each instruction set that run here.
+TARGETS = {
+    "amx": NATIVE,
+    "vector": TargetKey("cpu", "x86-64-v4") if has_avx512(NATIVE) else NATIVE,
+}
 #: (kernel, head_dim, group_size, block_size, layout): tails of 16 dims, blocks that no tile fits,
 #: groups beside a tile's 16 rows, one tile of dims.
 SPECS = [
@@ -223,7 +228,7 @@ def test_drawn_choices_equal_the_reference(
     spec = make(*sizes)
     if isa == "amx" and not has_amx(spec, NATIVE):
         pytest.skip(f"{NATIVE} has no AMX: tiles cannot run here")
-    choices = draw(spec, NATIVE, isa, rng)
+    choices = draw(spec, TARGETS[isa], isa, rng)
     attention = build(spec, choices, tmp_path)
     assert wrong(check(spec, attention, merge, choices, num_workers=2)) == "", choices
 

@@ -212,7 +212,8 @@ def test_with_another_seed_the_log_still_counts(tmp_path: Path) -> None:
     first = len(machine.measured)
     record = work(machine, tmp_path, trials=32, seed=5, resume=True).run()
     assert record.trials == 32
-    assert len(machine.measured) - first == 8 + 3
+    # New ones, and the finalists: the best three, and what won before if it is none of them.
+    assert len(machine.measured) - first in (8 + 3, 8 + 4)
     log = records.folder(tmp_path, TARGET, SPEC) / "trials.jsonl"
     best = min(each.median_us for each in read_runs(log, search_key()).trials)
     # Of those that cannot be told apart the simpler one wins.

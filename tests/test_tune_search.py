@@ -248,7 +248,7 @@ def test_failures_are_counted_by_reason_and_never_win(tmp_path: Path) -> None:
             return Answer({}, "crash", "SIGSEGV")
         if choices["dot_unroll"] == 2:
             return Answer({"wrong": "relative error 1"})
-        if choices["lanes"] == 8:
+        if choices["dot_keys"] == 1:
             return Answer({}, "time-out", "no answer in 60 s")
         return None
 

@@ -94,7 +94,7 @@ class AskedMachine(FakeMachine):
 
 SLOWER = DEFAULT | {"prefetch_level": 1}
 FASTER = DEFAULT | {"prefetch_keys": 64}
-HOPELESS = DEFAULT | {"prefetch_level": 1, "prefetch_keys": 0, "step": "columns"}
+HOPELESS = DEFAULT | {"prefetch_level": 1, "prefetch_keys": 0, "row_tile": 1}
 
 
 def test_who_leads_is_timed_thrice_and_the_others_once_against_the_best(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ HOST_CPU = "x86-64-v3"
 #: a conflict in shared memory, and fails where that is under a condition; programs have their own.
 GPU_PASSES_OFF = ["s_tir.ThreadSync"]
 #: The same of a CPU's. It would shrink buffers to what is used of them, which is all; where
-#: registers are buffers of one vector, that took three times as long as all else of a compilation.
+#: registers are buffers of one vector, that took three times as long as all other passes.
 CPU_PASSES_OFF = ["s_tir.CompactBufferAllocation"]
 
 

@@ -39,6 +39,8 @@ class Case:
         just read are not read again until all others were.
     poison : bool
         Whether unused slots hold NaN.
+    turn : int
+        Calls so far, of all that are bound to it: which step is next.
     """
 
     spec: AttentionSpec
@@ -50,6 +52,7 @@ class Case:
     lse: torch.Tensor
     steps: list[Step]
     poison: bool
+    turn: int = 0
 
     @classmethod
     def make(
@@ -148,6 +151,8 @@ class Case:
     ) -> Callable[[], None]:
         """Return a call that does a whole step as serving would, the next set of blocks each time.
 
+        Contenders share the turns: what one has just read would be in the caches of the next.
+
         Parameters
         ----------
         attention, merge : callable
@@ -178,12 +183,10 @@ class Case:
         tables = [self._aligned(step.block_table) for step in self.steps]
         k_cache, v_cache = self._caches(choices)
         scale = float(self.spec.head_dim**-0.5)
-        turn = 0
 
         def call() -> None:
-            nonlocal turn
-            table = tables[turn % len(tables)]
-            turn += 1
+            table = tables[self.turn % len(tables)]
+            self.turn += 1
             attention(
                 self.q,
                 k_cache,
