@@ -76,7 +76,7 @@ def _default_vectors(spec: AttentionSpec, target: TargetKey) -> Choices:
     registers, rows = num_registers(target), choices["row_tile"]
     if few_rows:
         limits = {
-            "dot_keys": (registers - 8) // rows,
+            "dot_keys": min(4, (registers - 8) // rows),
             "dot_unroll": 8,  # in part, the accumulators of many rows are stored and loaded
             "weigh_vectors": (registers - 2) // rows,
         }
