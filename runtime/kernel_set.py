@@ -243,6 +243,16 @@ def _refuse_after_fork(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def argument_of(tensor: torch.Tensor) -> Any:
+    """Return what kernels take of a tensor that is passed many times, converted once.
+
+    It holds the tensor's memory. A GPU's tensor stays torch's own: by it tvm_ffi finds the stream.
+    """
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor) if tensor.device.type == "cpu" else tensor
+
+
 @cache
 def _load_runtime(kind: str) -> None:
     """Make TVM's runtime functions (its thread pool above all) available to a kind's artifacts."""

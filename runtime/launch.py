@@ -9,6 +9,7 @@ is wrong where none does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,8 +49,10 @@ class Launch:
         self._caches = caches
         self._place = caches.place
         self._row = (num_qo_heads, caches.head_dim)
-        self._block = caches.inner
         self._dtype = dtype
+        self._row_bytes = math.prod(self._row) * dtype.itemsize
+        self._cache_shape: Any = None
+        self._num_blocks = self._cache_bytes = 0
         self._default_scale = float(caches.head_dim**-0.5)
         # The reference, which stands in where there are no artifacts, checks nothing.
         self._kernels_check = all(kernel.kind != "reference" for kernel in kernels.values())
@@ -65,17 +68,17 @@ class Launch:
         """Run attention; see `PagedAttention.run`."""
         if (
             not isinstance(plan, Plan)
-            or plan.signature != self.signature
+            or (plan.signature is not self.signature and plan.signature != self.signature)
             or plan.buffers.owner() is not plan
         ):
             self._refuse_plan(plan)
         scale = self._default_scale if scale is None else _checked_scale(scale)
-        lse: Any = torch.empty_like(plan.lse) if with_lse else plan.lse
+        lse: Any = torch.empty_like(plan.lse) if with_lse else plan.lse_argument
         result: Any = self._attend_plain(plan, q, k_cache, v_cache, out, lse, scale)
         if result is None:
             result = self._attend_checked(plan, q, k_cache, v_cache, out, lse, scale)
             if isinstance(q, np.ndarray):
-                result, lse = result.numpy(), lse.numpy()
+                result, lse = result.numpy(), lse.numpy() if with_lse else None
             if out is not None:
                 result = out
         return (result, lse) if with_lse else result
@@ -87,34 +90,45 @@ class Launch:
 
         The checks by name of all that may be passed take as long as a small kernel.
         """
-        if not (
-            self._kernels_check
-            and plan.work
-            and is_plain(q)
-            and is_plain(k_cache)
-            and is_plain(v_cache)
-            and (out is None or is_plain(out))
-        ):
-            return None
-        num_qo_heads, head_dim = self._row
-        rows, lines, width = self._block
-        shape = k_cache.shape
-        num_blocks = shape[0] if shape else 0
-        # The generic artifacts take any sizes, and none knows how many kv heads the plan names.
-        if (
-            q.shape != (plan.num_tokens, num_qo_heads, head_dim)
-            or shape != (num_blocks, rows, lines, width)
-            or shape != v_cache.shape
-            or num_blocks <= plan.max_block_id
-        ):
-            return None
-        result = torch.empty_like(q) if out is None else out
+        rows_bytes = plan.num_tokens * self._row_bytes
         try:
+            # Kernels hold all shapes against the plan's and the caches' against each other; but any
+            # number of blocks suits them, and the generic ones any block. That q's rows are the
+            # plan's they see too, but a longer one is nothing wrong, and to be refused takes long.
+            if k_cache.shape != self._cache_shape:
+                self._note_shape(k_cache.shape)
+            cache_bytes = self._cache_bytes
+            if not (
+                self._kernels_check
+                and plan.calls
+                and self._num_blocks > plan.max_block_id
+                and is_plain(k_cache, cache_bytes)
+                and is_plain(v_cache, cache_bytes)
+                and is_plain(q, rows_bytes)
+                and q.nbytes == rows_bytes
+                and (out is None or is_plain(out, rows_bytes))
+            ):
+                return None
+            result: torch.Tensor = torch.empty_like(q) if out is None else out
             self._start(plan, q, k_cache, v_cache, result, lse, scale)
-        # The last kind is torch's, of dtypes and devices that it cannot pass on.
-        except (TypeError, ValueError, RuntimeError):
+        # RuntimeError is torch's, of dtypes and devices that it cannot pass on.
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             return None
         return result
+
+    def _note_shape(self, shape: Any) -> None:
+        """Keep the last k_cache's shape: most calls have the same, and need no closer look.
+
+        Raises
+        ------
+        ValueError
+            When it is none of a cache.
+        """
+        num_blocks, *block = shape
+        if tuple(block) != self._caches.inner:
+            raise ValueError(f"k_cache has shape {shape}")
+        self._cache_shape, self._num_blocks = shape, num_blocks
+        self._cache_bytes = math.prod(shape) * self._caches.dtype.itemsize
 
     def _attend_checked(
         self, plan: Plan, q: Any, k_cache: Any, v_cache: Any, out: Any, lse: Any, scale: float
@@ -151,25 +165,26 @@ class Launch:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: Any,
         scale: float,
     ) -> None:
-        for phase, (items, offsets) in plan.work.items():
-            self._calls[phase](
+        calls = self._calls
+        for phase, table, items, offsets, partial_out, partial_lse in plan.calls:
+            calls[phase](
                 q,
                 k_cache,
                 v_cache,
-                plan.block_table,
+                table,
                 items,
                 offsets,
                 out,
                 lse,
-                plan.partial_out,
-                plan.partial_lse,
+                partial_out,
+                partial_lse,
                 scale,
             )
-        if plan.merge_items is not None:
-            self._calls["merge"](plan.partial_out, plan.partial_lse, plan.merge_items, out, lse)
+        if plan.merge is not None:
+            calls["merge"](*plan.merge, out, lse)
 
     def _refuse_plan(self, plan: Any) -> None:
         if not isinstance(plan, Plan):

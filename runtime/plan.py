@@ -53,6 +53,13 @@ class Plan:
         Rows that several kv ranges make.
     partial_out, partial_lse, lse : torch.Tensor
         Scratch.
+    calls : list
+        (phase, block_table, work_items, work_offsets, partial_out, partial_lse) of each of `work`,
+        as its kernel takes them fastest.
+    merge : tuple or None
+        (partial_out, partial_lse, merge_items), the same for the merge.
+    lse_argument
+        And `lse`.
     buffers : Buffers
         The memory behind all of these but `slot_mapping`.
     """
@@ -70,6 +77,9 @@ class Plan:
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     lse: torch.Tensor
+    calls: list[tuple[Any, ...]] = field(repr=False, compare=False)
+    merge: tuple[Any, ...] | None = field(repr=False, compare=False)
+    lse_argument: Any = field(repr=False, compare=False)
     buffers: Buffers = field(repr=False, compare=False)
 
     @property
@@ -158,6 +168,8 @@ def make_plan(
         tensors = buffers.tensors
         slots = tensors["slots"]
         slot_mapping = slots if place.is_gpu else torch.from_numpy(step.slot_mapping)
+    given = buffers.arguments
+    table, partials = given["block_table"], (given["partial_out"], given["partial_lse"])
     plan = Plan(
         signature=signature,
         slot_mapping=slot_mapping,
@@ -174,6 +186,12 @@ def make_plan(
         partial_out=tensors["partial_out"],
         partial_lse=tensors["partial_lse"],
         lse=tensors["lse"],
+        calls=[
+            (phase, table, given[f"{phase}_items"], given[f"{phase}_offsets"], *partials)
+            for phase in found.items
+        ],
+        merge=(*partials, given["merges"]) if "merges" in given else None,
+        lse_argument=given["lse"],
         buffers=buffers,
     )
     buffers.owner = weakref.ref(plan)

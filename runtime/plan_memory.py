@@ -12,6 +12,7 @@ import torch
 
 from tvmpaged.planning.indices import LongArray
 from tvmpaged.planning.step import Step
+from tvmpaged.runtime.kernel_set import argument_of
 from tvmpaged.runtime.place import Place
 from tvmpaged.runtime.tensors import ALIGNMENT_BYTES
 
@@ -58,6 +59,8 @@ class Buffers:
     arrays, tensors : dict
         Name -> the buffer in the shape that the owner needs: as it is filled, but for scratch, and
         as kernels see it.
+    arguments : dict
+        The same tensors as kernels take them fastest.
     """
 
     def __init__(self, shapes: Shapes, place: Place, frame: Frame | None = None) -> None:
@@ -101,6 +104,7 @@ class Buffers:
         self.tensors = {
             name: self._view(self._memory, name, *each) for name, each in shapes.items()
         }
+        self.arguments = {name: argument_of(each) for name, each in self.tensors.items()}
         self.arrays = {
             name: self._view(self._filled, name, *each).numpy()
             for name, each in shapes.items()

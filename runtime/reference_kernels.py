@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from tvmpaged import reference
 from tvmpaged.runtime.kernel_set import Kernel
@@ -20,6 +21,7 @@ from tvmpaged.worklist import Item, Merge
 def reference_kernel(spec: AttentionSpec) -> Kernel:
     """Return the stand-in for a spec's artifact."""
     nhd = spec.layout == "NHD"
+    # What a plan passes was converted for compiled kernels; torch reads it where it lies.
 
     def attention(
         q: Any,
@@ -34,6 +36,9 @@ def reference_kernel(spec: AttentionSpec) -> Kernel:
         partial_lse: Any,
         sm_scale: float,
     ) -> None:
+        block_table, items, lse, partial_out, partial_lse = map(
+            from_dlpack, (block_table, items, lse, partial_out, partial_lse)
+        )
         group_size = q.shape[1] // k_cache.shape[2 if nhd else 1]
         for item in items.tolist():
             begin, end = item[Item.KV_BEGIN], item[Item.KV_END]
@@ -57,6 +62,9 @@ def reference_kernel(spec: AttentionSpec) -> Kernel:
                 target_lse[to, qo_head] = float(log_sum[0])
 
     def merge(partial_out: Any, partial_lse: Any, merges: Any, out: Any, lse: Any) -> None:
+        partial_out, partial_lse, merges, lse = map(
+            from_dlpack, (partial_out, partial_lse, merges, lse)
+        )
         for each in merges.tolist():
             rows = range(
                 each[Merge.PARTIAL],

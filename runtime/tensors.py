@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tvmpaged.planning.indices import has_memory
 
@@ -58,20 +59,27 @@ def _passed(description: tuple[Any, ...] | None) -> None:
         _PASSED.add(description)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, nbytes: int) -> bool:
     """Tell whether a kernel's own checks of an argument are enough.
 
     A kernel sees the dtype, device, shape, strides, and an address that is missing. What it takes
     on trust is looked at here: alignment, a lazily negated view, elements that share memory, and
     memory that does not reach to the last element.
+
+    Parameters
+    ----------
+    value : Any
+        What was passed.
+    nbytes : int
+        Size of what passes the kernel's own checks.
     """
     try:
         return (
-            type(value) is torch.Tensor
+            type(value) is Tensor
             and value.is_contiguous()
             and not value.data_ptr() % ALIGNMENT_BYTES
             and not value.is_neg()
-            and value.nbytes + (value.storage_offset() and value.storage_offset() * value.itemsize)
+            and nbytes + (value.storage_offset() and value.storage_offset() * value.itemsize)
             <= value.untyped_storage().nbytes()
         )
     except RuntimeError:  # a layout that has no strides or no one memory

@@ -57,10 +57,14 @@ def captured(attn: PagedAttention) -> Iterator[list[Launch]]:
 
 def identity(launches: list[Launch]) -> list[Any]:
     """Return what a graph bakes in: addresses, shapes, strides and numbers."""
-    return [
-        (x.data_ptr(), tuple(x.shape), x.stride()) if isinstance(x, torch.Tensor) else x
+    given = [
+        torch.from_dlpack(x) if hasattr(x, "__dlpack__") else x
         for _, arguments in launches
         for x in arguments
+    ]
+    return [
+        (x.data_ptr(), tuple(x.shape), x.stride()) if isinstance(x, torch.Tensor) else x
+        for x in given
     ]
 
 

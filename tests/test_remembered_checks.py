@@ -71,10 +71,13 @@ def test_what_a_kernel_would_take_on_trust_is_not_plain(called: tuple, name: str
     attn, plan, q, k, v, _ = called
     arguments = {"q": q.contiguous(), "k_cache": k, "v_cache": v, "out": torch.empty(q.shape)}
     plain = arguments[name]
-    assert tensors.is_plain(plain)
+    assert tensors.is_plain(plain, plain.nbytes)
     memory = torch.zeros(plain.numel() + 1)
     short = torch.zeros(plain.shape)
     short.untyped_storage().resize_(plain.nbytes - 4)
+    late = torch.zeros(plain.numel() + 16)[16:].view(plain.shape)
+    assert tensors.is_plain(late, plain.nbytes)
+    late.untyped_storage().resize_(plain.nbytes)  # as long as it is, but not to its last element
     for odd in (
         memory[1:].view(plain.shape),
         torch._neg_view(plain),
@@ -83,8 +86,9 @@ def test_what_a_kernel_would_take_on_trust_is_not_plain(called: tuple, name: str
         plain.numpy(),
         torch.nn.Parameter(plain),
         short,
+        late,
     ):
-        assert not tensors.is_plain(odd)
+        assert not tensors.is_plain(odd, plain.nbytes)
     with pytest.raises(ValueError, match=rf"{name} has shape .* its memory was given back"):
         attn.run(plan, **(arguments | {name: short}))
     with pytest.raises(TypeError, match=rf"{name} has dtype torch.float64"):
