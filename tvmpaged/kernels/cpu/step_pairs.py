@@ -209,7 +209,6 @@ def kv_step(t: Tile) -> Callable[..., Any]:
     ):
         scores = T.sblock_alloc_buffer((rows, keys), "float32")
         probs = T.sblock_alloc_buffer((rows, keys), "uint16")
-        rescale = T.sblock_alloc_buffer((t.columns,), "float32")
         # What lies past the end is neither read nor computed, but for the rest of 32 keys.
         depths: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), DEPTH)
         score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores)
@@ -222,8 +221,8 @@ def kv_step(t: Tile) -> Callable[..., Any]:
             T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
             row_max,
             row_sum,
-            rescale,
+            acc,
         )
-        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, acc)
+        weigh(probs, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, acc)
 
     return step

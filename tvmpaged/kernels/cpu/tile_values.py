@@ -217,11 +217,12 @@ def weigh_part(t: Tile) -> Callable[..., Any]:
 
     @T.inline
     def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
-        for r, do in T.grid(t.rows, dim // SIDE):
-            for x in T.vectorized(SIDE):
-                with T.sblock("rescale_acc"):
-                    vr, vo, vx = T.axis.remap("SSS", [r, do, x])
-                    acc[vr, vo * SIDE + vx] = acc[vr, vo * SIDE + vx] * rescale[vr]
+        if t.few_rows:
+            for r, do in T.grid(t.rows, dim // SIDE):
+                for x in T.vectorized(SIDE):
+                    with T.sblock("rescale_acc"):
+                        vr, vo, vx = T.axis.remap("SSS", [r, do, x])
+                        acc[vr, vo * SIDE + vx] = acc[vr, vo * SIDE + vx] * rescale[vr]
         for chunk in range(T.ceildiv(T.min(t.keys, kv_end - start), keys)):
             with T.sblock("value_keys"):
                 vc = T.axis.opaque(T.ceildiv(T.min(t.keys, kv_end - start), keys), chunk)
