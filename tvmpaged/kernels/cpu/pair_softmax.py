@@ -22,7 +22,7 @@ from tvmpaged.kernels.tile_registers import DEPTH, SIDE
 
 def _bases(t: Tile) -> Callable[..., Any]:
     """Return the program part that masks scores and takes each row's base from its maximum."""
-    rows, groups = min(t.rows, SIDE), t.columns // SIDE
+    rows, tiles = min(t.rows, SIDE), t.choices["dot_vectors"]
     dims = t.cache.spec.head_dim_v // SIDE
 
     @T.inline
@@ -45,14 +45,13 @@ def _bases(t: Tile) -> Callable[..., Any]:
                 each.set(T.max(each.value, more))
         best.set(T.max(top[0].value, top[1].value))
 
-    def top_of(scores: Any, depths: Any, factor: Any, row_max: Any, group: Any) -> Register:
+    def top_of(scores: Any, tile: Any, depths: Any, factor: Any, base: Any) -> Register:
         """Emit the new bases of up to 16 rows: lane r of what is folded is row r."""
         best = registers(rows, SIDE)
         for r, each in enumerate(best):
-            row_maximum(scores, group * SIDE + r, depths, each)
+            row_maximum(scores, tile * SIDE + r, depths, each)
         # What stands behind the last row is not used.
         fold(T.max, [*best, *registers(SIDE - rows, SIDE)], SIDE, SIDE // 2, 1)
-        base = row_max[T.Ramp(group * SIDE, 1, SIDE)]
         real = T.Ramp(0, 1, SIDE) < T.Broadcast(T.int32(rows), SIDE)
         best[0].set(T.Select(real, risen(base, best[0].value, factor), base))
         return best[0]
@@ -63,7 +62,7 @@ def _bases(t: Tile) -> Callable[..., Any]:
         return any_lane(T.Select(real, top > base, T.Broadcast(T.bool(False), SIDE)))
 
     @T.inline
-    def raise_base(factor, top, row_max, row_sum, acc, group, these):
+    def raise_base(factor, top, row_max, row_sum, acc, tile, these):
         rescale = T.sblock_alloc_buffer((SIDE,), "float32")
         # Exact, unlike the probabilities: where a row keeps its base, its sums are left alone.
         rescale[T.Ramp(0, 1, SIDE)] = exp2_native(
@@ -75,7 +74,7 @@ def _bases(t: Tile) -> Callable[..., Any]:
                 vr = T.axis.opaque(rows, r)
                 T.reads()
                 T.writes()
-                row: T.let[T.int32] = group * SIDE + vr
+                row: T.let[T.int32] = tile * SIDE + vr
                 row_sum[row, T.Ramp(0, 1, SIDE)] = row_sum[row, T.Ramp(0, 1, SIDE)] * T.Broadcast(
                     rescale[vr], SIDE
                 )
@@ -85,19 +84,20 @@ def _bases(t: Tile) -> Callable[..., Any]:
                     ] * T.Broadcast(rescale[vr], SIDE)
 
     @T.inline
-    def run(scores, depths, limit, key, factor, row_max, row_sum, acc, base):
-        for group in range(groups):
-            with T.sblock("tops"):
-                g = T.axis.opaque(groups, group)
+    def run(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, base):
+        for tile in range(tiles):
+            with T.sblock("bases"):
+                vt = T.axis.opaque(tiles, tile)
                 T.reads()
                 T.writes()
+                these = T.meta_var(T.Ramp((first_tile + vt) * SIDE, 1, SIDE))
                 for r in range(rows):
-                    if depths * DEPTH > limit[g * SIDE + r] - key:
-                        mask(scores, g * SIDE + r, limit[g * SIDE + r] - key, depths)
-                these = T.meta_var(T.Ramp(g * SIDE, 1, SIDE))
-                top = T.meta_var(top_of(scores, depths, factor, row_max, g))
+                    visible: T.let[T.int32] = limit[(first_tile + vt) * SIDE + r] - key
+                    if depths * DEPTH > visible:
+                        mask(scores, vt * SIDE + r, visible, depths)
+                top = T.meta_var(top_of(scores, vt, depths, factor, row_max[these]))
                 if rises(row_max[these], top.value):
-                    raise_base(factor, top.value, row_max, row_sum, acc, g, these)
+                    raise_base(factor, top.value, row_max, row_sum, acc, first_tile + vt, these)
                 base[these] = finite(row_max[these])
 
     return run
@@ -108,7 +108,7 @@ def softmax(t: Tile) -> Callable[..., Any]:
 
     Only the first `depths` x 32 keys of a step exist.
     """
-    rows, bases = t.rows, _bases(t)
+    rows, bases = min(t.rows, t.choices["dot_vectors"] * SIDE), _bases(t)
 
     def weights(
         scores: Any,
@@ -117,31 +117,33 @@ def softmax(t: Tile) -> Callable[..., Any]:
         base: Any,
         factor: Any,
         row_sum: Any,
+        row: Any,
         r: Any,
     ) -> None:
-        """Emit a row's probabilities."""
+        """Emit the probabilities of row `row`, whose scores are the `r`th."""
         sums, both, all_ = registers(2, SIDE), registers(2, SIDE), T.Ramp(0, 1, SIDE)
-        sums[0].set(row_sum[r, all_])
+        sums[0].set(row_sum[row, all_])
         sums[1].set(T.Broadcast(T.float32(0), SIDE))
         with T.serial(depths) as k:
             for i, each in enumerate(both):
                 keys = T.Ramp(k * DEPTH + i * SIDE, 1, SIDE)
-                power = scores[r, keys] - T.Broadcast(base[r], SIDE)
+                power = scores[r, keys] - T.Broadcast(base[row], SIDE)
                 each.set(power * T.Broadcast(factor, SIDE))
                 each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
                 sums[i].set(sums[i].value + each.value)
-                T.buffer_store(probs, round_vector(each.value), [r, keys])
-        T.buffer_store(row_sum, sums[0].value + sums[1].value, [r, all_])
+                T.buffer_store(probs, round_vector(each.value), [row, keys])
+        T.buffer_store(row_sum, sums[0].value + sums[1].value, [row, all_])
 
     @T.inline
-    def run(scores, probs, depths, limit, key, factor, row_max, row_sum, acc):
+    def run(scores, probs, depths, limit, key, factor, first_tile, row_max, row_sum, acc):
         base = T.sblock_alloc_buffer((t.columns,), "float32")
-        bases(scores, depths, limit, key, factor, row_max, row_sum, acc, base)
+        bases(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, base)
         for r in range(rows):
             with T.sblock("probs"):
                 vr = T.axis.opaque(rows, r)
                 T.reads()
                 T.writes()
-                weights(scores, probs, depths, base, factor, row_sum, vr)
+                row: T.let[T.int32] = first_tile * SIDE + vr
+                weights(scores, probs, depths, base, factor, row_sum, row, vr)
 
     return run
