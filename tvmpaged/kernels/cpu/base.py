@@ -5,6 +5,11 @@ little below it. So a base stays until a maximum is above it by more than `LAG`,
 Sums and accumulators are on its scale and have to be multiplied when it rises, which is then rare.
 Probabilities may reach 2**LAG; rounded or summed they are as exact as others. Which base a row has
 follows from its keys alone.
+
+A power is score x factor - shift, one instruction, where the shift is base x factor, rounded. All
+keys of a row share its error, at most 2**-5 up to `FAR` and then less than that of the row's
+log-sum-exp; a greater base is taken from the scores first, so that finite logits of any size stay
+finite.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from tvmpaged.kernels.tile_registers import SIDE
 
 #: Enough for most rows to keep the base of their first keys, and little beside float32's range.
 LAG = 8.0
+
+#: Above this a base times the factor is no shift.
+FAR = 2.0**20
 
 
 def _every(value: Any) -> Any:
@@ -37,6 +45,11 @@ def risen(base: Any, top: Any, factor: Any) -> Any:
 def finite(base: Any) -> Any:
     """Return 0 for the base of a row that has seen no key yet: -inf less -inf would be NaN."""
     return T.Select(base == _every(T.float32(NEG_INF)), _every(T.float32(0)), base)
+
+
+def is_far(shift: Any) -> Any:
+    """Return, lane by lane, whether a shift is too great."""
+    return shift * shift > _every(T.float32(FAR * FAR))
 
 
 def any_lane(condition: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from tvmpaged.kernels.cpu.base import any_lane, finite, risen
+from tvmpaged.kernels.cpu.base import FAR, any_lane, finite, is_far, risen
 from tvmpaged.kernels.cpu.bfloat16 import round_vector
 from tvmpaged.kernels.cpu.fold import fold
 from tvmpaged.kernels.cpu.registers import Register, registers
@@ -56,10 +56,17 @@ def _bases(t: Tile) -> Callable[..., Any]:
         best[0].set(T.Select(real, risen(base, best[0].value, factor), base))
         return best[0]
 
-    def rises(base: Any, top: Any) -> Any:
-        """Return whether any row's base does."""
+    def any_row(condition: Any) -> Any:
+        """Return whether a condition holds for any row."""
         real = T.Ramp(0, 1, SIDE) < T.Broadcast(T.int32(rows), SIDE)
-        return any_lane(T.Select(real, top > base, T.Broadcast(T.bool(False), SIDE)))
+        return any_lane(T.Select(real, condition, T.Broadcast(T.bool(False), SIDE)))
+
+    @T.inline
+    def take_far(scores, row, depths, base):
+        for k in range(2 * depths):
+            scores[row, T.Ramp(k * SIDE, 1, SIDE)] = scores[
+                row, T.Ramp(k * SIDE, 1, SIDE)
+            ] - T.Broadcast(base, SIDE)
 
     @T.inline
     def raise_base(factor, top, row_max, row_sum, acc, tile, these):
@@ -84,7 +91,7 @@ def _bases(t: Tile) -> Callable[..., Any]:
                     ] * T.Broadcast(rescale[vr], SIDE)
 
     @T.inline
-    def run(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, base):
+    def run(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, shift):
         for tile in range(tiles):
             with T.sblock("bases"):
                 vt = T.axis.opaque(tiles, tile)
@@ -96,9 +103,19 @@ def _bases(t: Tile) -> Callable[..., Any]:
                     if depths * DEPTH > visible:
                         mask(scores, vt * SIDE + r, visible, depths)
                 top = T.meta_var(top_of(scores, vt, depths, factor, row_max[these]))
-                if rises(row_max[these], top.value):
+                if any_row(top.value > row_max[these]):
                     raise_base(factor, top.value, row_max, row_sum, acc, first_tile + vt, these)
-                base[these] = finite(row_max[these])
+                shift[these] = finite(row_max[these]) * T.Broadcast(factor, SIDE)
+                if any_row(is_far(shift[these])):
+                    for r in range(rows):
+                        with T.sblock("take_far"):
+                            vr = T.axis.opaque(rows, r)
+                            T.reads()
+                            T.writes()
+                            row: T.let[T.int32] = (first_tile + vt) * SIDE + vr
+                            if shift[row] * shift[row] > T.float32(FAR * FAR):
+                                take_far(scores, vt * SIDE + vr, depths, row_max[row])
+                                shift[row] = T.float32(0)
 
     return run
 
@@ -114,7 +131,7 @@ def softmax(t: Tile) -> Callable[..., Any]:
         scores: Any,
         probs: Any,
         depths: Any,
-        base: Any,
+        shift: Any,
         factor: Any,
         row_sum: Any,
         row: Any,
@@ -127,8 +144,8 @@ def softmax(t: Tile) -> Callable[..., Any]:
         with T.serial(depths) as k:
             for i, each in enumerate(both):
                 keys = T.Ramp(k * DEPTH + i * SIDE, 1, SIDE)
-                power = scores[r, keys] - T.Broadcast(base[row], SIDE)
-                each.set(power * T.Broadcast(factor, SIDE))
+                scaled = scores[r, keys] * T.Broadcast(factor, SIDE)
+                each.set(scaled - T.Broadcast(shift[row], SIDE))
                 each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
                 sums[i].set(sums[i].value + each.value)
                 T.buffer_store(probs, round_vector(each.value), [row, keys])
@@ -136,14 +153,14 @@ def softmax(t: Tile) -> Callable[..., Any]:
 
     @T.inline
     def run(scores, probs, depths, limit, key, factor, first_tile, row_max, row_sum, acc):
-        base = T.sblock_alloc_buffer((t.columns,), "float32")
-        bases(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, base)
+        shift = T.sblock_alloc_buffer((t.columns,), "float32")
+        bases(scores, depths, limit, key, factor, first_tile, row_max, row_sum, acc, shift)
         for r in range(rows):
             with T.sblock("probs"):
                 vr = T.axis.opaque(rows, r)
                 T.reads()
                 T.writes()
                 row: T.let[T.int32] = first_tile * SIDE + vr
-                weights(scores, probs, depths, base, factor, row_sum, row, vr)
+                weights(scores, probs, depths, shift, factor, row_sum, row, vr)
 
     return run

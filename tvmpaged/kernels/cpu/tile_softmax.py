@@ -13,7 +13,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.cpu import row_softmax
-from tvmpaged.kernels.cpu.base import any_lane, finite, risen
+from tvmpaged.kernels.cpu.base import any_lane, finite, is_far, risen
 from tvmpaged.kernels.cpu.bfloat16 import round_two, round_vector
 from tvmpaged.kernels.cpu.block_scores import MARGIN
 from tvmpaged.kernels.cpu.registers import Register, registers
@@ -111,13 +111,23 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
         tops[0].set(risen(row_max[rows], tops[0].value, factor))
         return tops[0]
 
-    def start(row_max: Any, row_sum: Any, rows: Any) -> tuple[Register, list[Register]]:
-        """Emit the loads of 16 rows' base and sums, the sums in two halves."""
-        base, sums = Register(lanes), registers(2, lanes)
-        base.set(finite(row_max[rows]))
+    def start(
+        factor: Any, row_max: Any, row_sum: Any, rows: Any
+    ) -> tuple[Register, list[Register]]:
+        """Emit 16 rows' shift, and the loads of their sums in two halves."""
+        shift, sums = Register(lanes), registers(2, lanes)
+        shift.set(finite(row_max[rows]) * every(factor))
         sums[0].set(row_sum[0, rows])
         sums[1].set(every(T.float32(0)))
-        return base, sums
+        return shift, sums
+
+    def take_far(scores: Any, depths: Any, row_max: Any, shift: Any, rows: Any) -> None:
+        """Emit the taking of far bases from their rows' scores."""
+        far = is_far(shift.value)
+        with T.serial(depths * DEPTH) as k:
+            less = T.Select(far, scores[k, rows] - row_max[rows], scores[k, rows])
+            T.buffer_store(scores, less, [k, rows])
+        shift.set(T.Select(far, every(T.float32(0)), shift.value))
 
     @T.inline
     def raise_base(factor, top, row_max, row_sum, acc, column, rows):
@@ -138,7 +148,7 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
                 ] * every(rescale[vr])
 
     def weights(
-        scores: Any, probs: Any, base: Any, sums: Any, factor: Any, column: Any, depth: Any
+        scores: Any, probs: Any, shift: Any, sums: Any, factor: Any, column: Any, depth: Any
     ) -> None:
         """Emit the probabilities of 16 rows and 32 keys."""
         rows, both = T.Ramp(column * SIDE, 1, lanes), registers(2, lanes)
@@ -146,8 +156,9 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
         # By way of memory: of the 32 exponentials in a row LLVM would keep all until it sums them.
         with T.serial(SIDE) as j:
             for i, each in enumerate(both):
-                power = scores[depth * DEPTH + i * SIDE + j, rows] - base.value
-                each.set(exp2_native(power * every(factor), SHORT_COEFFICIENTS))
+                score = scores[depth * DEPTH + i * SIDE + j, rows]
+                each.set(score * every(factor) - shift.value)
+                each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
                 sums[i].set(sums[i].value + each.value)
             two = round_two(both[0].value, both[1].value)
             T.buffer_store(probs, two, [column * SIDE + j, keys])
@@ -186,13 +197,15 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
                 top = T.meta_var(top_of(scores, depths, factor, row_max, rows))
                 if any_lane(top.value > row_max[rows]):
                     raise_base(factor, top.value, row_max, row_sum, acc, vr, rows)
-                base, sums = T.meta_var(start(row_max, row_sum, rows))
+                shift, sums = T.meta_var(start(factor, row_max, row_sum, rows))
+                if any_lane(is_far(shift.value)):
+                    take_far(scores, depths, row_max, shift, rows)
                 for kt in range(depths):
                     with T.sblock("probs"):
                         vk = T.axis.opaque(depths, kt)
                         T.reads()
                         T.writes()
-                        weights(scores, probs, base, sums, factor, vr, vk)
+                        weights(scores, probs, shift, sums, factor, vr, vk)
                 store(row_sum, sums, rows)
 
     return softmax
