@@ -34,9 +34,9 @@ def _every(value: Any) -> Any:
 
 
 def risen(base: Any, top: Any, factor: Any) -> Any:
-    """Return 16 rows' bases after keys whose greatest scores are `top`; `factor` is log2(e) x scale.
+    """Return 16 rows' bases after keys whose greatest scores are `top`.
 
-    NaN raises none: it shows in its own probability.
+    The factor makes powers of scores. NaN raises no base: it shows in its own probability.
     """
     rises = (top - base) * _every(factor) > _every(T.float32(LAG))
     return T.Select(rises, top, base)

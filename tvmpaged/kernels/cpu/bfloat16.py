@@ -20,7 +20,5 @@ def round_vector(value: Any) -> Any:
 
 def round_two(first: Any, second: Any) -> Any:
     """Return the same of two vectors, laid end to end, as 16 lanes of two bfloat16."""
-    rounded = tirx.call_llvm_pure_intrin(
-        "bfloat16x32", f"{_LLVM}.cvtne2ps2bf16.512", second, first
-    )
+    rounded = tirx.call_llvm_pure_intrin("bfloat16x32", f"{_LLVM}.cvtne2ps2bf16.512", second, first)
     return tirx.reinterpret("uint32x16", rounded)

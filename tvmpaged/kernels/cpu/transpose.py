@@ -65,9 +65,7 @@ def _in_turn(vectors: list[Register], first: int, second: int, run: int) -> None
         for vector in range(2)
         for i in range(run)
     ]
-    a, b = (
-        tirx.reinterpret(f"uint16x{count}", vectors[each].value) for each in (first, second)
-    )
+    a, b = (tirx.reinterpret(f"uint16x{count}", vectors[each].value) for each in (first, second))
     lower = Register(SIDE, vectors[first].dtype)
     whole = f"{lower.dtype}x{SIDE}"
     lower.set(tirx.reinterpret(whole, shuffle(a, b, low)))
