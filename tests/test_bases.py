@@ -48,7 +48,7 @@ def test_logits_that_rise_from_key_to_key(
 
 
 @pytest.mark.parametrize("q_len", [1, Q_LEN])
-@pytest.mark.parametrize("exponent", [21, 126])
+@pytest.mark.parametrize("exponent", [21, 40, 126])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_logits_of_any_size_stay_finite(
     attn: PagedAttention, rng: np.random.Generator, q_len: int, exponent: int, sign: float

@@ -1,7 +1,8 @@
 """From scores ``[rows, keys]`` in tiles to probabilities ``[rows, keys]`` in bfloat16.
 
 Maxima are those of unscaled logits: the scale is not negative (`step_pairs.load_q` sees to its
-sign). Row sums are those of the probabilities before they are rounded, one per lane.
+sign). Row sums are those of the probabilities before they are rounded, one per lane. What
+`row_max` holds is the rows' bases (`base`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From scores ``[keys, rows]`` in tiles to probabilities ``[rows, keys]`` in bfloat16.
 
 For few rows the scores are transposed and take the softmax of `row_softmax`; for many it runs down
-the columns, and the probabilities are transposed, two keys to an element. Row sums are those of the
-probabilities before they are rounded.
+the columns, and the probabilities are transposed. Row sums are those of the probabilities before
+they are rounded. What `row_max` holds of many rows is their bases (`base`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
     Only the first `depths` x 32 keys of a step exist.
     """
     vectors, lanes = t.columns // SIDE, SIDE
-
     dims = t.cache.spec.head_dim_v // SIDE
 
     def every(value: Any) -> Any:
@@ -153,7 +152,7 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
         """Emit the probabilities of 16 rows and 32 keys."""
         rows, both = T.Ramp(column * SIDE, 1, lanes), registers(2, lanes)
         keys = T.Ramp(depth * SIDE, 1, SIDE)
-        # By way of memory: of the 32 exponentials in a row LLVM would keep all until it sums them.
+        # A loop, by way of memory: unrolled, LLVM keeps all 32 exponentials until it sums them.
         with T.serial(SIDE) as j:
             for i, each in enumerate(both):
                 score = scores[depth * DEPTH + i * SIDE + j, rows]

@@ -210,7 +210,10 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
 
 
 def weigh_part(t: Tile) -> Callable[..., Any]:
-    """Return the program part ``acc = acc * rescale + probs . V``."""
+    """Return the program part ``acc = acc * rescale + probs . V``.
+
+    Many rows are rescaled where their base rises (`softmax_columns`), and not here.
+    """
     dim, count, keys = t.cache.spec.head_dim_v, t.choices["weigh_vectors"], t.choices["weigh_keys"]
     parts, rest = dim // SIDE // count, dim // SIDE % count
     interleave, multiply, last = _interleave(t), _multiply(t, count), _multiply(t, rest or 1)
