@@ -16,7 +16,8 @@ a choice that changes the program: ``step`` "rows" (`step_rows`, few rows), "col
 how far ahead and into which cache level K and V are prefetched.
 
 Numbers. q is widened to float32; ``sm_scale`` multiplies float32 scores, and log2(e) the difference
-of a score and its maximum, so that finite logits of any size stay finite. Scores, probabilities and
+of a score and its maximum (on tiles: its base, `kernels.cpu.base`), so that finite logits of any
+size stay finite. Scores, probabilities and
 sums are float32. A key that a row may not see is masked with a select, so
 NaN in an unused slot does not reach a score, and its V row is not used (0 x NaN is NaN).
 

@@ -199,19 +199,14 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
 
 
 def weigh_part(t: Tile) -> Callable[..., Any]:
-    """Return the program part ``acc = acc * rescale + probs . V``."""
+    """Return the program part ``acc = acc + probs . V``."""
     dim, count = t.cache.spec.head_dim_v, t.choices["weigh_vectors"]
     parts, rest = dim // SIDE // count, dim // SIDE % count
     multiply, last = _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
-    def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
+    def weigh(probs, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
         keys: T.let[T.int32] = T.min(t.keys, kv_end - start)
-        for r, do in T.grid(t.rows, dim // SIDE):
-            for x in T.vectorized(SIDE):
-                with T.sblock("rescale_acc"):
-                    vr, vo, vx = T.axis.remap("SSS", [r, do, x])
-                    acc[vr, vo * SIDE + vx] = acc[vr, vo * SIDE + vx] * rescale[vr]
         for d in range(parts):
             with T.sblock("dims"):
                 vd = T.axis.opaque(parts, d)

@@ -50,7 +50,6 @@ def _score(t: Tile) -> Callable[..., Any]:
     """Return the program part ``scores = q . K``."""
     c, regs = t.cache, t.registers
     side_keys, side_rows = t.choices["dot_keys"], t.choices["dot_vectors"]
-    row_tiles = max(1, t.rows // SIDE) // side_rows
     dim = c.spec.head_dim
     chunks, tail = dim // DEPTH, dim % DEPTH
     ahead = t.prefetch_keys
@@ -104,7 +103,19 @@ def _score(t: Tile) -> Callable[..., Any]:
                 T.evaluate(amx.dot(regs.score + a * side_rows + b, q_register + b, k_register))
 
     @T.inline
-    def score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores):
+    def score(
+        q_rows,
+        k_cache,
+        depths,
+        block_table,
+        seq,
+        kv_head,
+        key,
+        kv_begin,
+        kv_end,
+        row_tile,
+        scores,
+    ):
         for kt in range(T.ceildiv(depths * 2, side_keys)):
             with T.sblock("key_tiles"):
                 vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
@@ -128,66 +139,62 @@ def _score(t: Tile) -> Callable[..., Any]:
                         next_head[a, 0] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[0]
                         next_block[a, 0] = c.block(block_table, seq, next_key)
                         next_slot[a, 0] = c.slot(next_key)
-                for rt in range(row_tiles):
-                    with T.sblock("score_tiles"):
-                        vr = T.axis.opaque(row_tiles, rt)
-                        T.reads()
-                        T.writes()
-                        for i in T.unroll(side_keys * side_rows):
-                            T.evaluate(amx.zero(regs.score + i))
-                        for chunk in T.unroll(chunks):
-                            multiply(
-                                q_rows,
-                                k_cache,
-                                kv_head,
-                                block_of,
-                                slot_of,
-                                next_head,
-                                next_block,
-                                next_slot,
-                                vr * side_rows,
-                                chunk,
-                                SIDE,
-                                regs.q,
-                                regs.k,
+                for i in T.unroll(side_keys * side_rows):
+                    T.evaluate(amx.zero(regs.score + i))
+                for chunk in T.unroll(chunks):
+                    multiply(
+                        q_rows,
+                        k_cache,
+                        kv_head,
+                        block_of,
+                        slot_of,
+                        next_head,
+                        next_block,
+                        next_slot,
+                        row_tile,
+                        chunk,
+                        SIDE,
+                        regs.q,
+                        regs.k,
+                    )
+                if tail > 0:
+                    multiply(
+                        q_rows,
+                        k_cache,
+                        kv_head,
+                        block_of,
+                        slot_of,
+                        next_head,
+                        next_block,
+                        next_slot,
+                        row_tile,
+                        chunks,
+                        SIDE // 2,
+                        regs.q_tail,
+                        regs.k_tail,
+                    )
+                for a in T.unroll(side_keys):
+                    for b in T.unroll(side_rows):
+                        T.evaluate(
+                            amx.store(
+                                regs.score + a * side_rows + b,
+                                T.address_of(
+                                    scores[
+                                        b * SIDE,
+                                        (vk * side_keys + a) * SIDE,
+                                    ]
+                                ),
+                                t.keys * 4,
                             )
-                        if tail > 0:
-                            multiply(
-                                q_rows,
-                                k_cache,
-                                kv_head,
-                                block_of,
-                                slot_of,
-                                next_head,
-                                next_block,
-                                next_slot,
-                                vr * side_rows,
-                                chunks,
-                                SIDE // 2,
-                                regs.q_tail,
-                                regs.k_tail,
-                            )
-                        for a in T.unroll(side_keys):
-                            for b in T.unroll(side_rows):
-                                T.evaluate(
-                                    amx.store(
-                                        regs.score + a * side_rows + b,
-                                        T.address_of(
-                                            scores[
-                                                (vr * side_rows + b) * SIDE,
-                                                (vk * side_keys + a) * SIDE,
-                                            ]
-                                        ),
-                                        t.keys * 4,
-                                    )
-                                )
+                        )
 
     return score
 
 
 def kv_step(t: Tile) -> Callable[..., Any]:
     """Return the program part of one step."""
-    rows, keys = t.rows, t.keys
+    rows, keys, group = t.rows, t.keys, t.choices["dot_vectors"]
+    groups = max(1, rows // SIDE) // group
     score, probabilities, weigh = _score(t), softmax(t), weigh_part(t)
 
     @T.inline
@@ -207,23 +214,42 @@ def kv_step(t: Tile) -> Callable[..., Any]:
         row_sum,
         acc,
     ):
-        scores = T.sblock_alloc_buffer((rows, keys), "float32")
+        # Scores of a few tiles of rows at a time, so that they stay in the first-level cache.
+        scores = T.sblock_alloc_buffer((min(rows, group * SIDE), keys), "float32")
         probs = T.sblock_alloc_buffer((rows, keys), "uint16")
-        rescale = T.sblock_alloc_buffer((t.columns,), "float32")
         # What lies past the end is neither read nor computed, but for the rest of 32 keys.
         depths: T.let[T.int32] = T.ceildiv(T.min(keys, kv_end - key), DEPTH)
-        score(q_rows, k_cache, depths, block_table, seq, kv_head, key, kv_begin, kv_end, scores)
-        probabilities(
-            scores,
-            probs,
-            depths,
-            limit,
-            key,
-            T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
-            row_max,
-            row_sum,
-            rescale,
-        )
-        weigh(probs, rescale, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, acc)
+        for g in range(groups):
+            with T.sblock("group"):
+                vg = T.axis.opaque(groups, g)
+                T.reads()
+                T.writes()
+                row_tile: T.let[T.int32] = vg * group
+                score(
+                    q_rows,
+                    k_cache,
+                    depths,
+                    block_table,
+                    seq,
+                    kv_head,
+                    key,
+                    kv_begin,
+                    kv_end,
+                    row_tile,
+                    scores,
+                )
+                probabilities(
+                    scores,
+                    probs,
+                    depths,
+                    limit,
+                    key,
+                    T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
+                    row_tile,
+                    row_max,
+                    row_sum,
+                    acc,
+                )
+        weigh(probs, v_cache, block_table, seq, kv_head, key, kv_begin, kv_end, acc)
 
     return step

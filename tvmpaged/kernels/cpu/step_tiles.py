@@ -154,7 +154,7 @@ def kv_step(t: Tile) -> Callable[..., Any]:
                 T.max(T.abs(sm_scale) * T.float32(LOG2E), T.float32(TINY)),
                 row_max,
                 row_sum,
-                rescale,
+                acc,
             )
             weigh(
                 pairs,

@@ -1,8 +1,8 @@
 """From scores ``[keys, rows]`` in tiles to probabilities ``[rows, keys]`` in bfloat16.
 
 For few rows the scores are transposed and take the softmax of `row_softmax`; for many it runs down
-the columns, and the probabilities are transposed, two keys to an element. Row sums are those of the
-probabilities before they are rounded.
+the columns, and the probabilities are transposed. Row sums are those of the probabilities before
+they are rounded. What `row_max` holds of many rows is their bases (`base`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.cpu import row_softmax
+from tvmpaged.kernels.cpu.base import any_lane, finite, is_far, risen
+from tvmpaged.kernels.cpu.bfloat16 import round_two, round_vector
 from tvmpaged.kernels.cpu.block_scores import MARGIN
 from tvmpaged.kernels.cpu.registers import Register, registers
-from tvmpaged.kernels.cpu.transpose import transpose
+from tvmpaged.kernels.cpu.transpose import transpose, transpose_halves
 from tvmpaged.kernels.exp2 import SHORT_COEFFICIENTS, exp2_native, exp2_vector
 from tvmpaged.kernels.tile import NEG_INF, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
@@ -50,23 +51,6 @@ def _turn(t: Tile) -> Callable[..., Any]:
     return run
 
 
-def _bits(value: Any) -> Any:
-    """Return float32 lanes as bits that end in the bfloat16 they round to, plus lower bits."""
-    return tirx.reinterpret("uint32x16", value) + T.Broadcast(T.uint32(0x8000), SIDE)
-
-
-def bfloat16_bits(value: Any) -> Any:
-    """Return the bits of the bfloat16 that 16 lanes of float32 round to."""
-    return T.Cast("uint16x16", T.shift_right(_bits(value), T.Broadcast(T.uint32(16), SIDE)))
-
-
-def _pair(first: Any, second: Any) -> Any:
-    """Return lane by lane the bfloat16 of two float32 vectors: the first in the low half."""
-    low = T.shift_right(_bits(first), T.Broadcast(T.uint32(16), SIDE))
-    high = T.bitwise_and(_bits(second), T.Broadcast(T.uint32(0xFFFF0000), SIDE))
-    return T.bitwise_or(low, high)
-
-
 def _round(t: Tile) -> Callable[..., Any]:
     """Return the program part that rounds probabilities ``[rows, keys]`` for the product."""
     rows, vectors = t.rows, t.keys // SIDE
@@ -76,7 +60,7 @@ def _round(t: Tile) -> Callable[..., Any]:
         for r, ko in T.grid(rows, vectors):
             with T.sblock("round"):
                 vr, vk = T.axis.remap("SS", [r, ko])
-                probs[vr, T.Ramp(vk * SIDE, 1, SIDE)] = bfloat16_bits(
+                probs[vr, T.Ramp(vk * SIDE, 1, SIDE)] = round_vector(
                     exact[vr, T.Ramp(vk * SIDE, 1, SIDE)]
                 )
 
@@ -106,12 +90,13 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
     Only the first `depths` x 32 keys of a step exist.
     """
     vectors, lanes = t.columns // SIDE, SIDE
+    dims = t.cache.spec.head_dim_v // SIDE
 
     def every(value: Any) -> Any:
         return T.Broadcast(value, lanes)
 
-    def top_of(scores: Any, depths: Any, row_max: Any, rows: Any) -> Register:
-        """Emit the new maxima of 16 rows."""
+    def top_of(scores: Any, depths: Any, factor: Any, row_max: Any, rows: Any) -> Register:
+        """Emit the new bases of 16 rows."""
         tops = registers(_CHAINS, lanes)
         for each in tops:
             each.set(row_max[rows])
@@ -122,41 +107,65 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
         tops[0].set(T.max(tops[0].value, tops[1].value))
         tops[2].set(T.max(tops[2].value, tops[3].value))
         tops[0].set(T.max(tops[0].value, tops[2].value))
+        tops[0].set(risen(row_max[rows], tops[0].value, factor))
         return tops[0]
 
-    def rescale_sums(
-        base: Register, factor: Any, row_max: Any, row_sum: Any, rescale: Any, rows: Any
-    ) -> list[Register]:
-        """Emit the new base; return two halves of the sums so far, on its scale."""
-        sums = registers(2, lanes)
-        sums[0].set(row_max[rows])
-        T.buffer_store(row_max, base.value, [rows])
-        # See row_softmax: 0 stands in for the -inf of a row that has seen no key yet.
-        unseen = base.value == every(T.float32(NEG_INF))
-        base.set(T.Select(unseen, every(T.float32(0)), base.value))
-        sums[0].set((sums[0].value - base.value) * every(factor))
-        # Exact, unlike the probabilities: a maximum that stays must leave the sums alone.
-        sums[0].set(exp2_vector(sums[0].value, lanes))
-        T.buffer_store(rescale, sums[0].value, [rows])
-        sums[0].set(row_sum[0, rows] * sums[0].value)
+    def start(
+        factor: Any, row_max: Any, row_sum: Any, rows: Any
+    ) -> tuple[Register, list[Register]]:
+        """Emit 16 rows' shift, and the loads of their sums in two halves."""
+        shift, sums = Register(lanes), registers(2, lanes)
+        shift.set(finite(row_max[rows]) * every(factor))
+        sums[0].set(row_sum[0, rows])
         sums[1].set(every(T.float32(0)))
-        return sums
+        return shift, sums
+
+    def take_far(scores: Any, depths: Any, row_max: Any, shift: Any, rows: Any) -> None:
+        """Emit the taking of far bases from their rows' scores."""
+        far = is_far(shift.value)
+        with T.serial(depths * DEPTH) as k:
+            less = T.Select(far, scores[k, rows] - row_max[rows], scores[k, rows])
+            T.buffer_store(scores, less, [k, rows])
+        shift.set(T.Select(far, every(T.float32(0)), shift.value))
+
+    @T.inline
+    def raise_base(factor, top, row_max, row_sum, acc, column, rows):
+        rescale = T.sblock_alloc_buffer((SIDE,), "float32")
+        # Exact, unlike the probabilities: where a row keeps its base, its sums are left alone.
+        rescale[T.Ramp(0, 1, lanes)] = exp2_vector(
+            (row_max[rows] - finite(top)) * every(factor), lanes
+        )
+        row_max[rows] = top
+        row_sum[0, rows] = row_sum[0, rows] * rescale[T.Ramp(0, 1, lanes)]
+        for r, d in T.grid(SIDE, dims):
+            with T.sblock("rescale_acc"):
+                vr, vd = T.axis.remap("SS", [r, d])
+                T.reads()
+                T.writes()
+                acc[column * SIDE + vr, T.Ramp(vd * SIDE, 1, SIDE)] = acc[
+                    column * SIDE + vr, T.Ramp(vd * SIDE, 1, SIDE)
+                ] * every(rescale[vr])
 
     def weights(
-        scores: Any, probs: Any, base: Any, sums: Any, factor: Any, column: Any, depth: Any
+        scores: Any, probs: Any, shift: Any, sums: Any, factor: Any, column: Any, depth: Any
     ) -> None:
         """Emit the probabilities of 16 rows and 32 keys."""
-        rows = T.Ramp(column * SIDE, 1, lanes)
-        pairs, both = registers(SIDE, SIDE, "uint32"), registers(2, lanes)
-        for j, pair in enumerate(pairs):
+        rows, both = T.Ramp(column * SIDE, 1, lanes), registers(2, lanes)
+        keys = T.Ramp(depth * SIDE, 1, SIDE)
+        # A loop, by way of memory: unrolled, LLVM keeps all 32 exponentials until it sums them.
+        with T.serial(SIDE) as j:
             for i, each in enumerate(both):
-                each.set((scores[depth * DEPTH + 2 * j + i, rows] - base.value) * every(factor))
+                score = scores[depth * DEPTH + i * SIDE + j, rows]
+                each.set(score * every(factor) - shift.value)
                 each.set(exp2_native(each.value, SHORT_COEFFICIENTS))
                 sums[i].set(sums[i].value + each.value)
-            pair.set(_pair(both[0].value, both[1].value))
-        transpose(pairs)
-        for j, pair in enumerate(pairs):
-            T.buffer_store(probs, pair.value, [column * SIDE + j, T.Ramp(depth * SIDE, 1, SIDE)])
+            two = round_two(both[0].value, both[1].value)
+            T.buffer_store(probs, two, [column * SIDE + j, keys])
+        block = registers(SIDE, SIDE, "uint32")
+        for j, each in enumerate(block):
+            each.set(probs[column * SIDE + j, keys])
+        for j, each in enumerate(transpose_halves(block)):
+            T.buffer_store(probs, each.value, [column * SIDE + j, keys])
 
     def store(row_sum: Any, sums: Any, rows: Any) -> None:
         T.buffer_store(row_sum, sums[0].value + sums[1].value, [0, rows])
@@ -175,7 +184,7 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
                 )
 
     @T.inline
-    def softmax(scores, probs, depths, limit, key, factor, row_max, row_sum, rescale):
+    def softmax(scores, probs, depths, limit, key, factor, row_max, row_sum, acc):
         if key + depths * DEPTH > limit[0]:
             mask(scores, depths, limit, key)
         for ro in range(vectors):
@@ -184,14 +193,18 @@ def softmax_columns(t: Tile) -> Callable[..., Any]:
                 T.reads()
                 T.writes()
                 rows = T.meta_var(T.Ramp(vr * lanes, 1, lanes))
-                base = T.meta_var(top_of(scores, depths, row_max, rows))
-                sums = T.meta_var(rescale_sums(base, factor, row_max, row_sum, rescale, rows))
+                top = T.meta_var(top_of(scores, depths, factor, row_max, rows))
+                if any_lane(top.value > row_max[rows]):
+                    raise_base(factor, top.value, row_max, row_sum, acc, vr, rows)
+                shift, sums = T.meta_var(start(factor, row_max, row_sum, rows))
+                if any_lane(is_far(shift.value)):
+                    take_far(scores, depths, row_max, shift, rows)
                 for kt in range(depths):
                     with T.sblock("probs"):
                         vk = T.axis.opaque(depths, kt)
                         T.reads()
                         T.writes()
-                        weights(scores, probs, base, sums, factor, vr, vk)
+                        weights(scores, probs, shift, sums, factor, vr, vk)
                 store(row_sum, sums, rows)
 
     return softmax

@@ -210,18 +210,22 @@ def _multiply(t: Tile, count: int) -> Callable[..., Any]:
 
 
 def weigh_part(t: Tile) -> Callable[..., Any]:
-    """Return the program part ``acc = acc * rescale + probs . V``."""
+    """Return the program part ``acc = acc * rescale + probs . V``.
+
+    Many rows are rescaled where their base rises (`softmax_columns`), and not here.
+    """
     dim, count, keys = t.cache.spec.head_dim_v, t.choices["weigh_vectors"], t.choices["weigh_keys"]
     parts, rest = dim // SIDE // count, dim // SIDE % count
     interleave, multiply, last = _interleave(t), _multiply(t, count), _multiply(t, rest or 1)
 
     @T.inline
     def weigh(probs, rescale, v_cache, block_table, seq, kv_head, start, kv_begin, kv_end, acc):
-        for r, do in T.grid(t.rows, dim // SIDE):
-            for x in T.vectorized(SIDE):
-                with T.sblock("rescale_acc"):
-                    vr, vo, vx = T.axis.remap("SSS", [r, do, x])
-                    acc[vr, vo * SIDE + vx] = acc[vr, vo * SIDE + vx] * rescale[vr]
+        if t.few_rows:
+            for r, do in T.grid(t.rows, dim // SIDE):
+                for x in T.vectorized(SIDE):
+                    with T.sblock("rescale_acc"):
+                        vr, vo, vx = T.axis.remap("SSS", [r, do, x])
+                        acc[vr, vo * SIDE + vx] = acc[vr, vo * SIDE + vx] * rescale[vr]
         for chunk in range(T.ceildiv(T.min(t.keys, kv_end - start), keys)):
             with T.sblock("value_keys"):
                 vc = T.axis.opaque(T.ceildiv(T.min(t.keys, kv_end - start), keys), chunk)
