@@ -125,13 +125,14 @@ def _default_pairs(spec: AttentionSpec) -> Choices:
     """Return the untuned default on AMX where the cache holds pairs."""
     decode = spec.kernel == "decode"
     few_rows = decode and spec.group_size <= SIDE
+    is_short = not decode and spec.head_dim <= 64
     tiles = spec.head_dim_v // SIDE
     choices: Choices = IDLE["amx", "pairs"] | {
         "step": "pairs",
         "isa": "amx",
         "lanes": SIDE,
         "row_tile": spec.group_size,
-        "keys_per_step": 256,
+        "keys_per_step": 128 if is_short else 256,
         "split_length": 512 if decode else 1024,
         "prefetch_keys": 64 if decode else 0,
         "prefetch_level": 2 if decode else 1,
