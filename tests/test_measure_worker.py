@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tvmpaged.cpu import cpu_flags
 from tvmpaged.tuning import measure_worker
 
 pytestmark = pytest.mark.runtime
@@ -56,3 +57,18 @@ def test_on_a_cpu_what_was_raised_is_the_answer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("there is no GPU"))
     with pytest.raises(ValueError, match="no such symbol"):
         measure_worker.answer({})
+
+
+@pytest.mark.skipif("amx_tile" not in cpu_flags(), reason="needs a CPU with AMX")
+def test_a_new_process_may_use_tiles_from_its_first_candidate_on() -> None:
+    """Also when no roof was measured in it, whose library might have asked for them."""
+    code = (
+        "import ctypes; from tvmpaged.tuning import measure_worker\n"
+        "measure_worker.measure_candidates({'ping': True})\n"
+        "granted = ctypes.c_uint64()\n"
+        "arch_prctl, get_permission, tile_data = 158, 0x1022, 18\n"
+        "ctypes.CDLL(None).syscall(arch_prctl, get_permission, ctypes.byref(granted))\n"
+        "print(granted.value >> tile_data & 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tvmpaged import tvm_libs
+from tvmpaged.cpu import cpu_flags
 from tvmpaged.roofs import roof_for
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.case import Call, Case
@@ -39,6 +40,7 @@ def _device() -> torch.device:
     """Return the device, ready for kernels; torch's current stream on it is what they run on."""
     import tvm_ffi  # noqa: F401, what is loaded next links to it
 
+    cpu_flags()  # asks for tile registers: a new process has none, and AMX would end it
     device = torch.device(os.environ.get(DEVICE_VARIABLE, "cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
