@@ -157,7 +157,8 @@ def search(
 
     def done(what: str) -> None:
         means = [matrix.bound(specs, each) for each in matrix.ranking(specs)]
-        tell(f"{what}: best {min(means, default=0):.3f}, {len(means)} lists timed on all specs")
+        best = min(means, default=np.inf)
+        tell(f"{what}: best {best:.3f}, {len(means)} lists timed on all specs")
 
     matrix.race(specs, [each for _, each in starts if reject(each) is None], float("inf"))
     done("winners and defaults")
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/single_list_KERNEL")
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"single_list_{arguments.kernel}"
+    out.parent.mkdir(parents=True, exist_ok=True)
     found = read_records(arguments.records, arguments.kernel, allow_stale=arguments.allow_stale)
     by_spec, target, begin = {each.spec: each for each in found}, native_target(), time.monotonic()
     report: dict[str, Any] = {
