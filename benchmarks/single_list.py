@@ -157,7 +157,8 @@ def search(
 
     def done(what: str) -> None:
         means = [matrix.bound(specs, each) for each in matrix.ranking(specs)]
-        tell(f"{what}: best {min(means, default=np.inf):.3f}, {len(means)} lists timed on all specs")
+        best = min(means, default=np.inf)
+        tell(f"{what}: best {best:.3f}, {len(means)} lists timed on all specs")
 
     matrix.race(specs, [each for _, each in starts if reject(each) is None], float("inf"))
     done("winners and defaults")
