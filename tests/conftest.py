@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[SEED] = str(given if given is not None else os.environ.get(SEED, fresh))
     os.environ["XDG_CACHE_HOME"] = str(ROOT / "build" / "test_cache")
     os.environ.pop("TVMPAGED_BUNDLE", None)
+    # A shell's background job ignores it, and what tests start would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
