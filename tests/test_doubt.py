@@ -152,7 +152,7 @@ def test_on_a_quiet_machine_a_speedup_is_what_the_times_say(
         (lambda each: each[1].update(speedup=2.5), "speedup=2.5 is not"),
         (lambda each: each[1]["times_us"].pop(), "different numbers of times"),
         (lambda each: each[1].update(disturbed=1000, speedup=2.5), ""),
-        (lambda each: each[1].update(disturbed=1000, speedup=4.5), "speedup=4.5 is not"),
+        (lambda each: each[1].update(disturbed=1000, speedup=6.5), "speedup=6.5 is not"),
     ],
 )
 def test_where_rounds_were_disturbed_a_speedup_has_some_room(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tvmpaged.spec import TargetKey
 from tvmpaged.tuning import log
 from tvmpaged.tuning.export_manifest import EXPORT_NAME, JOURNAL_NAME, RESULTS_NAME
 from tvmpaged.tuning.log import locked
+from tvmpaged.tuning.task import CONFIRMATIONS
 from tvmpaged.tuning.trial import choices_key
 
 pytestmark = pytest.mark.runtime
@@ -226,10 +228,8 @@ def test_answers_of_other_circumstances_do_not_count(
 
 
 CHILD = """
-import signal
 import sys
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.path.insert(0, sys.argv[2])
 from offline_tools import measure_with_fakes
 measure_with_fakes(Path(sys.argv[1]))
@@ -261,8 +261,9 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(
     assert found.result.latency_us.median == pytest.approx(400)
     after = journal(folder)
     assert after[: len(kept)] == kept
-    asked = [(each["phase"], *each["keys"]) for each in after]
-    assert len(set(asked)) == len(asked)
+    asked = Counter((each["phase"], *each["keys"]) for each in after)
+    # Nothing twice, but for the one that took the lead.
+    assert sorted(asked.values()) == [1] * (len(asked) - 1) + [1 + CONFIRMATIONS]
 
 
 def test_two_measurers_do_not_write_one_folder(

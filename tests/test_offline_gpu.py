@@ -1,6 +1,7 @@
 """A GPU that is elsewhere: candidates compiled here, measured there, taken in here."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tvmpaged.recorded import note_on, state_of
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.export_manifest import RESULTS_NAME, read_export
 from tvmpaged.tuning.starts import default_start
+from tvmpaged.tuning.task import CONFIRMATIONS
 from tvmpaged.tuning.work import Settings
 
 
@@ -79,8 +81,10 @@ def test_facts_that_are_no_text_are_not_believed(measured: Path) -> None:
 
 
 def test_all_is_asked_once_whichever_gpu_answers(measured: Path) -> None:
-    asked = [(each["phase"], *each["keys"]) for each in journal(measured)]
-    assert len(set(asked)) == len(asked)
+    """But for those that took the lead: who did hangs on which GPU was first."""
+    asked = Counter((each["phase"], *each["keys"]) for each in journal(measured))
+    assert set(asked.values()) <= {1, 1 + CONFIRMATIONS}
+    assert all(each[0] == "search" for each, times in asked.items() if times > 1)
 
 
 def test_a_gpu_that_is_not_here_or_busy_or_another_is_refused(

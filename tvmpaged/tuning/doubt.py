@@ -24,9 +24,10 @@ from tvmpaged.tuning.trial import REASONS
 
 #: Of a measurement: what does not compile is not measured, and an interrupt says nothing.
 _REASONS = tuple(each for each in REASONS if each not in ("compile", "interrupted"))
-#: How far a speed-up may lie outside of what the calls' own times allow where most rounds were
-#: disturbed: the times are of the least disturbed ones, and it is taken from all of them. As far
-#: may the finals see a candidate ahead of the default and of what its search saw.
+#: How far a speed-up may lie above what the calls' own times allow where most rounds were
+#: disturbed: the times are of the least disturbed ones, and it is taken from all of them.
+_DISTURBED = 3.0
+#: How far the finals may see a candidate ahead of the default and of what its search saw.
 _SLACK = 1.5
 
 
@@ -119,13 +120,15 @@ def _speedups(samples: Sequence[Any], sample: Any) -> tuple[float, float]:
 
     Where most rounds were undisturbed, the times are those of all of these, one of each candidate
     a round, and the speed-up is the median of the rounds' ratios: see `tvmpaged.tuning.timing`.
+    Elsewhere it is the least of several, also of rounds whose times are not told; then it may be
+    any less than what is told, which helps nobody who makes it up.
     """
     first_us, times_us = samples[0]["times_us"], sample["times_us"]
     disturbed = sum(each["disturbed"] for each in samples)
     if disturbed == 0 or MIN_REPEATS < len(times_us) >= disturbed:
         ratio = statistics.median(a / b for a, b in zip(first_us, times_us, strict=True))
         return ratio * (1 - 1e-6), ratio * (1 + 1e-6)
-    return min(first_us) / max(times_us) / _SLACK, max(first_us) / min(times_us) * _SLACK
+    return 0.0, max(first_us) / min(times_us) * _DISTURBED
 
 
 def contradiction(exported: ExportedSpec, answers: Sequence[Measured]) -> str:
@@ -140,11 +143,11 @@ def contradiction(exported: ExportedSpec, answers: Sequence[Measured]) -> str:
     """
     mine = [each for each in answers if each.spec == str(exported.spec)]
     passed = [each for each in mine if "samples" in each.reply]
-    searched = {
-        each.keys[-1]: each.reply["samples"][-1]["speedup"]
-        for each in passed
-        if each.phase == "search" and len(each.keys) > 1
-    }
+    searched: dict[str, float] = {}
+    for each in passed:
+        if each.phase == "search" and len(each.keys) > 1:
+            before = searched.get(each.keys[-1], 0.0)
+            searched[each.keys[-1]] = max(before, each.reply["samples"][-1]["speedup"])
     roofs = [each.reply["roof"]["value"] for each in mine if "roof" in each.reply]
     for each in passed:
         if each.phase == "finalists":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,47 +33,61 @@ from tvmpaged.tuning.trial import Choices, choices_key
 
 
 class Tape:
-    """Answers by what was asked.
+    """Answers by what was asked; who leads is asked for several times.
 
     Parameters
     ----------
     answers : sequence of Measured
-        Known ones.
+        Known ones, those to one question in the order they came.
     journal : Lines, optional
         Where new ones are written as they come.
     """
 
     def __init__(self, answers: Sequence[Measured], journal: Lines | None = None) -> None:
-        self._answers = {self._name(each.spec, each.phase, each.keys): each for each in answers}
+        self._answers = list(answers)
+        self._played: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
         self._journal = journal
         self._lock = threading.Lock()  # devices answer side by side
 
     @property
     def answers(self) -> tuple[Measured, ...]:
         """All answers, in the order they came."""
-        return tuple(self._answers.values())
+        return tuple(self._answers)
 
-    def find(self, spec: AttentionSpec, phase: str, keys: Sequence[str]) -> Measured | None:
-        """Return the answer to a question, if it is known."""
-        return self._answers.get(self._name(str(spec), phase, keys))
+    def play(
+        self, spec: AttentionSpec, phase: str, keys: Sequence[str], *, again: bool
+    ) -> Measured | None:
+        """Return the next answer to a question, if there is one.
+
+        Parameters
+        ----------
+        spec, phase, keys
+            The question.
+        again : bool
+            Whether the last one is given once more when all were: on several devices who led
+            hung on who answered first.
+        """
+        question = (str(spec), phase, tuple(keys))
+        with self._lock:
+            known = [each for each in self._answers if each.question == question]
+            turn = self._played[question]
+            self._played[question] += turn < len(known)
+        return known[min(turn, len(known) - 1)] if known and (again or turn < len(known)) else None
 
     def knows(self, spec: AttentionSpec, key: str) -> bool:
         """Return whether a candidate was measured, alone or beside the default."""
         return any(
             (each.spec, each.phase, each.keys[-1:]) == (str(spec), "search", (key,))
-            for each in self._answers.values()
+            for each in self._answers
         )
 
     def keep(self, measured: Measured) -> None:
-        """Take in a new answer; it is on the disk when this returns."""
+        """Take in a new answer, which counts as played; it is on the disk when this returns."""
         with self._lock:
-            self._answers[self._name(measured.spec, measured.phase, measured.keys)] = measured
+            self._answers.append(measured)
+            self._played[measured.question] += 1
             if self._journal is not None:
                 self._journal.append([{"kind": "answer", **measured.as_dict()}])
-
-    @staticmethod
-    def _name(spec: str, phase: str, keys: Sequence[str]) -> tuple[str, ...]:
-        return (spec, phase, *keys)
 
 
 def open_journal(path: Path, results: Results, export: Export) -> Tape:
@@ -149,7 +164,7 @@ class ExportedMachine(Machine):
         timeout_s: float,
     ) -> Answer:
         keys = tuple(choices_key(each) for each in candidates)
-        known = self.tape.find(spec, phase, keys)
+        known = self.tape.play(spec, phase, keys, again=not self.devices)
         if known is not None:
             return known.answer
         if not self.devices:

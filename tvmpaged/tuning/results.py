@@ -44,6 +44,11 @@ class Measured:
     detail: str = ""
 
     @property
+    def question(self) -> tuple[str, str, tuple[str, ...]]:
+        """What was asked: of which spec, for what, of which candidates."""
+        return self.spec, self.phase, self.keys
+
+    @property
     def answer(self) -> Answer:
         """The same as the process gave it."""
         return Answer(self.reply, self.reason, self.detail)
