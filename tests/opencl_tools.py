@@ -23,6 +23,7 @@ import pytest
 import torch
 import tvm
 import tvm_ffi
+from torch.utils.dlpack import from_dlpack
 
 from tvmpaged import PagedAttention, build, schedules
 from tvmpaged.runtime import attention as runtime
@@ -74,6 +75,8 @@ class Built:
 
     def __call__(self, *arguments: Any) -> None:
         """Run the host wrapper, which launches the kernel."""
+        # What a plan passes was converted for kernels of the CPU.
+        arguments = tuple(from_dlpack(x) if isinstance(x, tvm_ffi.Tensor) else x for x in arguments)
         self._memory = {t.data_ptr(): t for t in arguments if isinstance(t, torch.Tensor)}
         name = f"{self.spec.kernel}_kernel"
         # The wrapper keeps what it finds under the name at its first call.

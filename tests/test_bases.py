@@ -39,11 +39,14 @@ def keys_of(case: Case, length: int) -> list[tuple[int, int]]:
 def test_logits_that_rise_from_key_to_key(
     attn: PagedAttention, rng: np.random.Generator, q_len: int, rise: float
 ) -> None:
-    """By as much as a base may lag at some steps, and at each; and falling ones."""
+    """By as much as a base may lag at some steps, and at each; and falling ones.
+
+    In the last dim: in the first, each of the others would round to a part of the large sum.
+    """
     case = make_case(rng, attn, [q_len], [LENGTH])
-    case.q[..., 0] = attn.head_dim**0.5
+    case.q[..., -1] = attn.head_dim**0.5
     for position, (block, slot) in enumerate(keys_of(case, LENGTH)):
-        case.by_slot()[0][block, slot, :, 0] = rise * position
+        case.by_slot()[0][block, slot, :, -1] = rise * position
     assert_equals_reference(attn, case)
 
 

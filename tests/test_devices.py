@@ -118,7 +118,7 @@ class SideBySide(FakeMachine):
     def __init__(self, folder: Path, num_devices: int) -> None:
         super().__init__(folder)
         self.num_devices = num_devices
-        self.together = threading.Barrier(num_devices, timeout=20)
+        self.together = threading.Barrier(num_devices, timeout=120)
         self.alone: list[int] = []
 
     def measure(self, spec: Any, workload: Any, merge: Any, candidates: Any, **kw: Any) -> Answer:

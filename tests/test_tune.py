@@ -23,6 +23,7 @@ from tvmpaged.cli import app, tune_view
 from tvmpaged.cli.tune import kv_heads, parse_seconds
 from tvmpaged.cli.tune_view import _latest, _table, plain_line
 from tvmpaged.cpu import cpu_model, native_target, num_threads
+from tvmpaged.roofs import CREDIBLE
 from tvmpaged.spec import AttentionSpec
 from tvmpaged.tuning.status import Status
 from tvmpaged.tuning.workload import Workload
@@ -65,9 +66,10 @@ def test_a_search_writes_a_record_that_says_all_it_holds_for(
     expected = Workload.representative(SPEC, 3).kv_bytes(SPEC) / record.median_us / 1e3
     assert record.gb_per_s == pytest.approx(expected, abs=1e-3)
     assert record.roof_gflop_per_s is None
-    assert record.roof_gb_per_s is not None
-    assert record.roof_fraction is not None
-    assert 0.0 < record.roof_fraction < 20.0  # what others do meanwhile has a say
+    # On a busy machine what was measured beside the winner may be no roof.
+    assert (record.roof_gb_per_s is None) == (record.roof_fraction is None)
+    if record.roof_fraction is not None:
+        assert 0.0 < record.roof_fraction <= CREDIBLE
     assert record.gpu is None
     default = schedules.default_choices(SPEC, TARGET)
     assert record.is_default == (record.choices == default)
@@ -101,13 +103,16 @@ def test_the_folder_holds_record_log_and_summary(
         "summary.md",
     }
     assert "times as fast as the default" in (folder / "summary.md").read_text()
-    assert "of the measured roof: timed in turns with it" in (folder / "summary.md").read_text()
+    record = records.load(searched[0] / "tuning_logs", TARGET, SPEC)
+    assert record is not None
+    has_roof = "of the measured roof: timed in turns with it" in (folder / "summary.md").read_text()
+    assert has_roof == (record.roof_fraction is not None)
     roofs = [
         each
         for each in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())
         if each["kind"] == "roof"
     ]
-    assert [each["name"] for each in roofs] == ["gb_per_s"] * 2
+    assert [each["name"] for each in roofs] == ["gb_per_s"] * (1 + has_roof)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
