@@ -20,7 +20,7 @@ from tvmpaged.tuning.machine import Machine, measuring_processes, open_machine
 from tvmpaged.tuning.process import Answer
 from tvmpaged.tuning.setting import Setting
 from tvmpaged.tuning.task import Task
-from tvmpaged.tuning.trial import Choices
+from tvmpaged.tuning.trial import Choices, choices_key
 from tvmpaged.tuning.work import Settings
 from tvmpaged.tuning.workload import Workload
 
@@ -113,19 +113,25 @@ def test_each_gpu_has_a_process_without_a_limit_of_memory() -> None:
 
 
 class SideBySide(FakeMachine):
-    """Answers only when as many candidates are being measured as there are devices."""
+    """Answers only when as many candidates are being measured as there are devices.
+
+    Who takes the lead is asked for again, with others or without.
+    """
 
     def __init__(self, folder: Path, num_devices: int) -> None:
         super().__init__(folder)
         self.num_devices = num_devices
-        self.together = threading.Barrier(num_devices, timeout=120)
+        self.together = threading.Barrier(num_devices, timeout=20)
         self.alone: list[int] = []
+        self.asked: set[str] = set()
 
     def measure(self, spec: Any, workload: Any, merge: Any, candidates: Any, **kw: Any) -> Answer:
         self.alone.append(len(candidates))
-        if len(candidates) > 1:
+        key = choices_key(candidates[-1])
+        if len(candidates) > 1 and key not in self.asked:
+            self.asked.add(key)
             self.together.wait()
-        else:
+        elif len(candidates) == 1:
             time.sleep(0.2)  # who does not wait for it, comes without it
         return super().measure(spec, workload, merge, candidates, **kw)
 
