@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from tvmpaged.host_memory import zero_pages
 from tvmpaged.layout import inner_shape, read_rows
 from tvmpaged.runtime.indices import check_slots
 from tvmpaged.runtime.place import Place, place_of
-from tvmpaged.runtime.tensors import check_cache, zero_pages
+from tvmpaged.runtime.tensors import check_cache
 
 #: What a process can address on x86-64 without five-level paging.
 ADDRESS_SPACE_BYTES = 2**47

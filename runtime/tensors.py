@@ -6,7 +6,6 @@ without it, and do not know which argument a user would call wrong.
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,6 @@ ALIGNMENT_BYTES = 64
 GPU_STRIDE_BYTES = 16
 
 CPU = torch.device("cpu")
-
-#: Caches of at least this size ask for huge pages (2 MiB on x86).
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 #: Descriptions that passed all checks, with what was expected of them. A model calls with the same
@@ -275,22 +271,3 @@ def check_cache(
         return tensor.as_strided(tensor.shape, (block_stride, *packed))
     _passed(description)
     return tensor
-
-
-def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a zero tensor whose memory is page-aligned and costs nothing until it is touched.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Its shape.
-    dtype : torch.dtype
-        Its dtype.
-    """
-    elements = int(np.prod(shape, dtype=np.int64))
-    if not elements:
-        return torch.zeros(shape, dtype=dtype)
-    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if elements * dtype.itemsize >= HUGE_PAGE_BYTES:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -77,7 +77,6 @@ def _default_vectors(spec: AttentionSpec, target: TargetKey) -> Choices:
     if few_rows:
         limits = {
             "dot_keys": min(4, (registers - 8) // rows),
-            "dot_unroll": 8,  # in part, the accumulators of many rows are stored and loaded
             "weigh_vectors": (registers - 2) // rows,
         }
     else:
@@ -188,7 +187,6 @@ def space(spec: AttentionSpec, target: TargetKey) -> dict[str, tuple[Any, ...]]:
         "prefetch_keys": {0, 16, 32, 64, 128},
         "prefetch_level": {1, 2, 3},
         "dot_keys": {1, 2, 4, 8, 16},
-        "dot_unroll": {1, 2, 3, 4, 5, 8},
         "dot_vectors": {1, 2, 3, 4, 6},
         "weigh_rows": {1, 2, 4, 8, 16},
         "weigh_vectors": {1, 2, 3, 4, 5, 6, 8, 16},

@@ -18,16 +18,16 @@ from tvmpaged.spec import ATTENTION_KERNELS, MAX_HEAD_DIM, AttentionSpec, Target
 Rule = Callable[[AttentionSpec, TargetKey, Choices], str | None]
 
 #: Options that matter under some values of "isa" and "step" only, and where they stand elsewhere.
-ROWS_ONLY = {"prefetch_keys": 0, "prefetch_level": 1, "dot_unroll": 1}
+ROWS_ONLY = {"prefetch_keys": 0, "prefetch_level": 1}
 COLUMNS_ONLY = {"dot_vectors": 1, "weigh_rows": 1}
 TILES_ONLY = {"weigh_keys": DEPTH}
 #: (isa, step) -> options that mean nothing there.
 IDLE = {
     ("vector", "rows"): COLUMNS_ONLY | TILES_ONLY,
     ("vector", "columns"): ROWS_ONLY | TILES_ONLY,
-    ("amx", "rows"): COLUMNS_ONLY | {"dot_unroll": 1},
-    ("amx", "columns"): {"dot_unroll": 1},
-    ("amx", "pairs"): {"dot_unroll": 1} | TILES_ONLY,
+    ("amx", "rows"): COLUMNS_ONLY,
+    ("amx", "columns"): {},
+    ("amx", "pairs"): TILES_ONLY,
 }
 
 #: Lanes of a vector of AVX-512; programs of that width use its instructions for 2**x.
@@ -100,10 +100,9 @@ def register_tiles(spec: AttentionSpec, choices: Choices) -> dict[str, int]:
             "dot_vectors": -(-rows // SIDE),
             "weigh_rows": max(1, rows // SIDE),
         }
-    vectors = spec.head_dim // lanes or 1
     vectors_v = spec.head_dim_v // lanes or 1
     if choices["step"] == "rows":
-        return {"dot_keys": lanes, "dot_unroll": vectors, "weigh_vectors": vectors_v}
+        return {"dot_keys": lanes, "weigh_vectors": vectors_v}
     return {
         "dot_keys": choices["keys_per_step"],
         "dot_vectors": choices["row_tile"] // lanes,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tvmpaged import PagedAttention, reference
+from tvmpaged.host_memory import zero_pages
 from tvmpaged.layout import from_hnd, inner_shape
-from tvmpaged.runtime.tensors import zero_pages
 
 #: ||out - ref|| / ||ref|| over a case, in float64; the reference has the same rounded inputs.
 TOLERANCE = {

@@ -155,7 +155,7 @@ def pickled(folder: Path) -> None:
         (choice("prefetch_keys", 10**9), "prefetch_keys=1000000000 is not in the space"),
         (choice("step", "sideways"), "step='sideways' is not in the space"),
         (choice("speed", 9), "its options are not those of the space"),
-        (choice("dot_unroll", 3), "candidate [0-9a-f]{16}: dot_unroll=3 does not divide 4"),
+        (choice("weigh_vectors", 3), "candidate [0-9a-f]{16}: weigh_vectors=3 does not divide 4"),
         (lambda folder: (folder / RESULTS_NAME).unlink(), "run tvmpaged measure .* to its end"),
         (lambda folder: (folder / EXPORT_NAME).unlink(), "it is no export"),
         (lambda folder: os.truncate(folder / RESULTS_NAME, 1000), "is no JSON"),

@@ -41,9 +41,12 @@ targets = st.sampled_from(
     ]
 )
 workloads = st.builds(
-    lambda heads, lens: Workload(heads, *(tuple(each) for each in zip(*lens, strict=True))),
+    lambda heads, lens, alone: Workload(
+        heads, *(tuple(each) for each in zip(*lens, strict=True)), min(alone, len(lens))
+    ),
     st.integers(1, 64),
     st.lists(st.tuples(st.integers(1, 64), st.integers(1, 4096)), min_size=1, max_size=4),
+    st.integers(0, 4),
 )
 settings_of_times = st.builds(
     Setting,

@@ -42,6 +42,7 @@ FLOORS = {
     "tvmpaged.files": "base",
     "tvmpaged.freshness": "base",
     "tvmpaged.gpu": "base",
+    "tvmpaged.host_memory": "base",
     "tvmpaged.layout": "base",
     "tvmpaged.model_source": "base",
     "tvmpaged.nvcc": "base",

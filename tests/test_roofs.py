@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tvmpaged import host_memory
 from tvmpaged.cli.console import percent
+from tvmpaged.host_memory import zero_pages
 from tvmpaged.roofs import PRODUCT_SIZE, MeasuredRoof, Roof, product_roof, read_roof, roof_for
 from tvmpaged.tuning import roof
 from tvmpaged.tuning.clock import CpuClock
@@ -25,9 +27,16 @@ def test_a_read_reads_every_byte_and_other_ones_until_all_were_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The parts hold 1, 2 and 3; the dot product tells which was read, and how much of it.
-    values = iter((1.0, 2.0, 3.0))
-    monkeypatch.setattr(torch, "ones", lambda size: torch.full((size,), next(values)))
+    parts: list[torch.Tensor] = []
+
+    def watched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        parts.append(zero_pages(shape, dtype))
+        return parts[-1]
+
+    monkeypatch.setattr(host_memory, "zero_pages", watched)
     roof = read_roof(8 * MIB, 24 * MIB, threads=1)
+    for value, part in enumerate(parts, 1):
+        part.fill_(value)
     assert (roof.name, roof.amount) == ("gb_per_s", 8 * MIB)
     squares = [float(roof.call()) / (2 * MIB) for _ in range(5)]
     assert squares == pytest.approx([1.0, 4.0, 9.0, 1.0, 4.0], rel=1e-4)

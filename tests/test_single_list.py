@@ -114,7 +114,7 @@ def test_a_climb_changes_one_option_after_the_other(
 ) -> None:
     matrix, specs = matrix_of(single_list, tmp_path), [WIDE, NARROW]
     matrix.rebuild()
-    start = tuned(NARROW).choices | {"prefetch_keys": 128, "split_length": 256, "dot_unroll": 1}
+    start = tuned(NARROW).choices | {"prefetch_keys": 128, "split_length": 256}
     matrix.race(specs, [start], 1.1)
     single_list.climb(matrix, specs, start)
     best = matrix.ranking(specs)[0]
@@ -124,7 +124,7 @@ def test_a_climb_changes_one_option_after_the_other(
 def test_a_list_that_cannot_lead_is_given_up(single_list: ModuleType, tmp_path: Path) -> None:
     matrix, specs = matrix_of(single_list, tmp_path), [WIDE, NARROW]
     matrix.rebuild()
-    good = tuned(NARROW).choices | {"prefetch_keys": 32, "dot_unroll": 1}
+    good = tuned(NARROW).choices | {"prefetch_keys": 32}
     slow = good | {"prefetch_keys": 0, "prefetch_level": 1, "split_length": 256}
     matrix.race(specs, [good], 1.1)
     matrix.race(specs, [slow], 1.1)

@@ -153,7 +153,7 @@ def test_faulty_candidates_are_failures_and_the_next_one_is_measured(
     assert 1 < trial.median_us < 1e5
     # What has an answer is neither compiled nor measured again.
     assert task.run(choices_key(default), default) is trial
-    other = default | {"dot_unroll": 1}
+    other = default | {"dot_keys": 1}
     task.compile([other])
     timed = task.run(choices_key(other), other)
     # Its time is the default's by the ratio of this run.

@@ -229,7 +229,7 @@ def test_the_model_answers_after_one_batch() -> None:
     # While it knows too little it answers at random, and so never the same twice.
     assert list(first) == list(again)
     fastest = min(range(BATCH), key=lambda index: known[index].median_us)
-    assert np.argmax(first) == fastest
+    assert first[fastest] == max(first) > min(first)
 
 
 def test_the_search_finds_what_random_draws_do_not(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_failures_are_counted_by_reason_and_never_win(tmp_path: Path) -> None:
     def fate(choices: Choices) -> Answer | None:
         if choices["prefetch_keys"] == 64:
             return Answer({}, "crash", "SIGSEGV")
-        if choices["dot_unroll"] == 2:
+        if choices["weigh_vectors"] == 2:
             return Answer({"wrong": "relative error 1"})
         if choices["dot_keys"] == 1:
             return Answer({}, "time-out", "no answer in 60 s")
@@ -256,7 +256,7 @@ def test_failures_are_counted_by_reason_and_never_win(tmp_path: Path) -> None:
     assert set(record.failures) == {"crash", "wrong", "time-out"}
     assert record.trials == 40
     assert record.choices["prefetch_keys"] != 64
-    assert record.choices["dot_unroll"] != 2
+    assert record.choices["weigh_vectors"] != 2
 
 
 def test_a_tie_goes_to_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

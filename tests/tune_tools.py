@@ -25,7 +25,7 @@ def known_us(choices: Choices) -> float:
     """Return a time that some options decide, and a little noise that is always the same."""
     us = 1000.0 + 400.0 * (choices["row_tile"] < 3)
     us += 30.0 * abs(np.log2(1 + choices["prefetch_keys"]) - np.log2(65))
-    us += 40.0 * abs(choices["prefetch_level"] - 2) + 25.0 * abs(np.log2(choices["dot_unroll"]) - 2)
+    us += 40.0 * abs(choices["prefetch_level"] - 2) + 25.0 * abs(np.log2(choices["dot_keys"]) - 2)
     us += 15.0 * abs(np.log2(choices["keys_per_step"]) - 6)
     us += 20.0 * (choices["split_length"] < 512) + 8.0 * abs(choices["weigh_vectors"] - 3)
     noise = int(choices_key(choices)[:4], 16) / 0xFFFF

@@ -84,8 +84,11 @@ def read_roof(num_bytes: int, rotation_bytes: int, threads: int) -> Roof:
     """
     import torch
 
+    from tvmpaged.host_memory import zero_pages
+
     size = max(num_bytes, MIN_READ_BYTES) // 4
-    parts = [torch.ones(size) for _ in range(max(1, -(-rotation_bytes // (4 * size))))]
+    count = max(1, -(-rotation_bytes // (4 * size)))
+    parts = [zero_pages((size,), torch.float32).fill_(1) for _ in range(count)]
     turns = itertools.cycle(parts)
 
     def read() -> Any:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tvmpaged.host_memory import zero_pages
 from tvmpaged.layout import from_hnd, inner_shape, layout_of
+from tvmpaged.planning.indices import IntArray
 from tvmpaged.planning.items import Shape, balance, make_items, workers_on
 from tvmpaged.planning.step import Step, check_step
 from tvmpaged.spec import AttentionSpec
@@ -149,7 +151,7 @@ class Case:
     def bind(
         self, attention: Call, merge: Call, choices: dict[str, Any], num_workers: int
     ) -> Callable[[], None]:
-        """Return a call that does a whole step as serving would, the next set of blocks each time.
+        """Return a call that does all steps as serving would, each time over the next blocks.
 
         Contenders share the turns: what one has just read would be in the caches of the next.
 
@@ -158,28 +160,20 @@ class Case:
         attention, merge : callable
             Loaded functions.
         choices : dict
-            The candidate's; they shape its work list.
+            The candidate's; they shape its work lists.
         num_workers : int
             Threads; of a GPU its multiprocessors.
         """
-        split = Shape(_row_tile(self.spec, choices), int(choices["split_length"]))
-        sequences = np.arange(len(self.workload.seq_lens))
-        items, merges, partials = make_items(
-            self.steps[0],
-            sequences,
-            split,
-            self.workload.num_kv_heads,
-            self.spec.group_size,
-            True,
-            0,
-        )
-        work = balance(items, workers_on(num_workers, choices))
+        cuts = [self._cut(sequences, choices) for sequences in self.workload.batches]
+        rows = max(1, *(partials for _, _, partials in cuts))
         heads = self.q.shape[1]
-        rows = max(1, partials)
         partial_out = torch.empty(rows, heads, self.spec.head_dim_v, device=self.device)
         partial_lse = torch.empty(rows, heads, device=self.device)
-        work_items, work_offsets = self._aligned(work.items), self._aligned(work.offsets)
-        merge_items = self._aligned(merges) if len(merges) else None
+        works = []
+        for items, merges, _ in cuts:
+            work = balance(items, workers_on(num_workers, choices))
+            merge_items = self._aligned(merges) if len(merges) else None
+            works.append((self._aligned(work.items), self._aligned(work.offsets), merge_items))
         tables = [self._aligned(step.block_table) for step in self.steps]
         k_cache, v_cache = self._caches(choices)
         scale = float(self.spec.head_dim**-0.5)
@@ -187,23 +181,30 @@ class Case:
         def call() -> None:
             table = tables[self.turn % len(tables)]
             self.turn += 1
-            attention(
-                self.q,
-                k_cache,
-                v_cache,
-                table,
-                work_items,
-                work_offsets,
-                self.out,
-                self.lse,
-                partial_out,
-                partial_lse,
-                scale,
-            )
-            if merge_items is not None:
-                merge(partial_out, partial_lse, merge_items, self.out, self.lse)
+            for work_items, work_offsets, merge_items in works:
+                attention(
+                    self.q,
+                    k_cache,
+                    v_cache,
+                    table,
+                    work_items,
+                    work_offsets,
+                    self.out,
+                    self.lse,
+                    partial_out,
+                    partial_lse,
+                    scale,
+                )
+                if merge_items is not None:
+                    merge(partial_out, partial_lse, merge_items, self.out, self.lse)
 
         return call
+
+    def _cut(self, sequences: list[int], choices: dict[str, Any]) -> tuple[IntArray, IntArray, int]:
+        """Return the items, merges and partial rows of one step of some sequences."""
+        split = Shape(_row_tile(self.spec, choices), int(choices["split_length"]))
+        heads = self.workload.num_kv_heads, self.spec.group_size
+        return make_items(self.steps[0], np.array(sequences), split, *heads, True, 0)
 
     def _aligned(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         copy = torch.empty(array.shape, dtype=torch.int32, device=self.device)
@@ -242,7 +243,10 @@ def _dtype(name: str) -> torch.dtype:
 def _random(
     shape: tuple[int, ...], dtype: str, generator: torch.Generator, device: str | torch.device
 ) -> torch.Tensor:
-    result = torch.empty(shape, dtype=_dtype(dtype), device=device)
+    if torch.device(device).type == "cpu":
+        result = zero_pages(shape, _dtype(dtype))  # as a cache that serves
+    else:
+        result = torch.empty(shape, dtype=_dtype(dtype), device=device)
     flat = result.view(-1)
     fresh = torch.randn(min(len(flat), _FRESH_ELEMENTS), generator=generator).to(result)
     for begin in range(0, len(flat), len(fresh)):

@@ -263,8 +263,11 @@ def _read_workload(entry: Fields) -> Workload:
         entry.take("num_kv_heads", int),
         tuple(entry.take_list("q_lens", int)),
         tuple(entry.take_list("seq_lens", int)),
+        entry.take("num_alone", int),
     )
     entry.end()
+    if not 0 <= workload.num_alone <= len(workload.seq_lens):
+        raise BundleError(f"{entry.where}.num_alone={workload.num_alone} is no number of sequences")
     return workload
 
 

@@ -9,6 +9,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.tile import Tile
+from tvmpaged.kernels.tile_registers import SIDE
+
+#: The rows of such scratch.
+BLOCK, SLOT, NEXT_BLOCK, NEXT_SLOT, NEXT_HEAD = range(5)
 
 
 class Places:
@@ -17,8 +21,6 @@ class Places:
     Where a group of `lanes` keys always lies in one block, that is one look-up and slots that
     follow each other.
     """
-
-    BLOCK, SLOT, NEXT_BLOCK, NEXT_SLOT, NEXT_HEAD = range(5)
 
     def __init__(self, t: Tile) -> None:
         self.t = t
@@ -42,9 +44,9 @@ class Places:
         """Emit the prefetch of the line that a vector of a later key begins, if it begins one."""
         if not self.t.prefetch_keys:
             return
-        block = self.block(where, g, k, self.NEXT_BLOCK)
-        slot = self.slot(where, g, k, self.NEXT_SLOT)
-        head = where[self.NEXT_HEAD, g]
+        block = self.block(where, g, k, NEXT_BLOCK)
+        slot = self.slot(where, g, k, NEXT_SLOT)
+        head = where[NEXT_HEAD, g]
         fetch = self.t.prefetch(cache, block, head, slot, number * self.t.lanes)
         begins = tirx.truncmod(T.int32(0) + number, self.t.line // self.t.lanes) == 0
         with T.If(begins), T.Then():
@@ -77,13 +79,43 @@ class Places:
                     g = T.axis.opaque(groups, group)
                     T.reads()
                     T.writes()
-                    find(block_table, seq, key + g * lanes, kv_end, g, where, self.BLOCK)
+                    find(block_table, seq, key + g * lanes, kv_end, g, where, BLOCK)
                     if t.prefetch_keys > 0:
                         later: T.let[T.int32] = key + g * lanes + t.prefetch_keys
                         first: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, lanes)[1]
-                        where[self.NEXT_HEAD, g] = T.Cast(
+                        where[NEXT_HEAD, g] = T.Cast(
                             "int64", t.ahead(kv_head, later, kv_begin, kv_end, lanes)[0]
                         )
-                        find(block_table, seq, first, kv_end, g, where, self.NEXT_BLOCK)
+                        find(block_table, seq, first, kv_end, g, where, NEXT_BLOCK)
+
+        return locate
+
+
+class TilePlaces:
+    """Where a few tiles of 16 keys lie, and those to ask for: int64 scratch of `shape`."""
+
+    def __init__(self, t: Tile, count: int, ahead: int) -> None:
+        self.t = t
+        self.count = count
+        self.ahead = ahead
+        self.shape = (5, count)
+
+    def locate(self) -> Callable[..., Any]:
+        """Return the program part that fills them in, for the tiles from `key` on."""
+        t, c, count, ahead = self.t, self.t.cache, self.count, self.ahead
+
+        @T.inline
+        def locate(block_table, seq, kv_head, key, kv_begin, kv_end, where):
+            for a in T.unroll(count):
+                at: T.let[T.int32] = key + a * SIDE
+                where[BLOCK, a] = c.block(block_table, seq, T.min(at, kv_end - 1))
+                where[SLOT, a] = T.Cast("int64", c.slot(at))
+                if ahead > 0:
+                    later: T.let[T.int32] = t.ahead(kv_head, at + ahead, kv_begin, kv_end, SIDE)[1]
+                    where[NEXT_HEAD, a] = T.Cast(
+                        "int64", t.ahead(kv_head, at + ahead, kv_begin, kv_end, SIDE)[0]
+                    )
+                    where[NEXT_BLOCK, a] = c.block(block_table, seq, later)
+                    where[NEXT_SLOT, a] = T.Cast("int64", c.slot(later))
 
         return locate

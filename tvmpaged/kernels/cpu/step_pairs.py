@@ -15,6 +15,14 @@ from tvm.script import tirx as T
 from tvmpaged.kernels.cpu import amx
 from tvmpaged.kernels.cpu.pair_softmax import softmax
 from tvmpaged.kernels.cpu.pair_values import weigh_part
+from tvmpaged.kernels.cpu.places import (
+    BLOCK,
+    NEXT_BLOCK,
+    NEXT_HEAD,
+    NEXT_SLOT,
+    SLOT,
+    TilePlaces,
+)
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import TINY, Tile
 from tvmpaged.kernels.tile_registers import DEPTH, SIDE
@@ -53,6 +61,8 @@ def _score(t: Tile) -> Callable[..., Any]:
     dim = c.spec.head_dim
     chunks, tail = dim // DEPTH, dim % DEPTH
     ahead = t.prefetch_keys
+    places = TilePlaces(t, side_keys, ahead)
+    locate = places.locate()
 
     @T.inline
     def ask(k_cache, block, head, slot, chunk, lines):
@@ -68,11 +78,7 @@ def _score(t: Tile) -> Callable[..., Any]:
         q_rows,
         k_cache,
         head,
-        block_of,
-        slot_of,
-        next_head,
-        next_block,
-        next_slot,
+        where,
         row_tile,
         chunk,
         lines,
@@ -92,13 +98,20 @@ def _score(t: Tile) -> Callable[..., Any]:
                 amx.load(
                     k_register,
                     T.address_of(
-                        k_cache[block_of[a, 0], head, c.k_line(slot_of[a, 0], chunk * DEPTH), 0]
+                        k_cache[where[BLOCK, a], head, c.k_line(where[SLOT, a], chunk * DEPTH), 0]
                     ),
                     2 * DEPTH,
                 )
             )
             if ahead > 0:
-                ask(k_cache, next_block[a, 0], next_head[a, 0], next_slot[a, 0], chunk, lines)
+                ask(
+                    k_cache,
+                    where[NEXT_BLOCK, a],
+                    where[NEXT_HEAD, a],
+                    where[NEXT_SLOT, a],
+                    chunk,
+                    lines,
+                )
             for b in T.unroll(side_rows):
                 T.evaluate(amx.dot(regs.score + a * side_rows + b, q_register + b, k_register))
 
@@ -121,24 +134,9 @@ def _score(t: Tile) -> Callable[..., Any]:
                 vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
                 T.reads()
                 T.writes()
-                block_of = T.sblock_alloc_buffer((side_keys, 1), "int64")
-                slot_of = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                next_head = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
-                next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                for a in T.unroll(side_keys):
-                    at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
-                    block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
-                    slot_of[a, 0] = c.slot(at)
-                if ahead > 0:
-                    for a in T.unroll(side_keys):
-                        later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_key: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[
-                            1
-                        ]
-                        next_head[a, 0] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[0]
-                        next_block[a, 0] = c.block(block_table, seq, next_key)
-                        next_slot[a, 0] = c.slot(next_key)
+                where = T.sblock_alloc_buffer(places.shape, "int64")
+                first: T.let[T.int32] = key + vk * side_keys * SIDE
+                locate(block_table, seq, kv_head, first, kv_begin, kv_end, where)
                 for i in T.unroll(side_keys * side_rows):
                     T.evaluate(amx.zero(regs.score + i))
                 for chunk in T.unroll(chunks):
@@ -146,11 +144,7 @@ def _score(t: Tile) -> Callable[..., Any]:
                         q_rows,
                         k_cache,
                         kv_head,
-                        block_of,
-                        slot_of,
-                        next_head,
-                        next_block,
-                        next_slot,
+                        where,
                         row_tile,
                         chunk,
                         SIDE,
@@ -162,11 +156,7 @@ def _score(t: Tile) -> Callable[..., Any]:
                         q_rows,
                         k_cache,
                         kv_head,
-                        block_of,
-                        slot_of,
-                        next_head,
-                        next_block,
-                        next_slot,
+                        where,
                         row_tile,
                         chunks,
                         SIDE // 2,

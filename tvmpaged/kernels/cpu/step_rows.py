@@ -28,6 +28,14 @@ def _add(a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr:
     return a + b
 
 
+def _unrolled(vectors: int) -> int:
+    """Return how many vectors of a row are unrolled: whole rows, as far as they are not long.
+
+    In part, the accumulators of many rows are stored and loaded. A run-time extent counts as 0.
+    """
+    return max(each for each in range(1, 9) if vectors % each == 0) if vectors else 1
+
+
 def _score(t: Tile) -> Callable[..., Any]:
     """Return the program part ``scores = q . K``.
 
@@ -35,8 +43,9 @@ def _score(t: Tile) -> Callable[..., Any]:
     registers.
     """
     places, rows, lanes = Places(t), t.rows, t.lanes
-    count, unroll = t.choices["dot_keys"], t.choices["dot_unroll"]
+    count = t.choices["dot_keys"]
     parts = lanes // count
+    unroll = _unrolled(t.cache.spec.head_dim // lanes)
 
     def multiply(
         q_rows: Any, k_cache: Any, head: Any, g: Any, part: int, where: Any

@@ -12,6 +12,14 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.cpu import amx
+from tvmpaged.kernels.cpu.places import (
+    BLOCK,
+    NEXT_BLOCK,
+    NEXT_HEAD,
+    NEXT_SLOT,
+    SLOT,
+    TilePlaces,
+)
 from tvmpaged.kernels.cpu.registers import registers
 from tvmpaged.kernels.cpu.transpose import shuffle, transpose
 from tvmpaged.kernels.tile import Tile
@@ -84,6 +92,8 @@ def score_part(t: Tile) -> Callable[..., Any]:
     chunks, tail = dim // DEPTH, dim % DEPTH
     staged = t.copies_keys
     ahead = 0 if staged else t.prefetch_keys
+    places = TilePlaces(t, side_keys, ahead)
+    locate = places.locate()
     # The keys of a later step are asked for a few whole rows at a time, among the products.
     share, lines = -(-SIDE // (chunks + (tail > 0))), -(-dim // DEPTH)
     row_bytes = 2 * (dim if staged or not c.nhd else dim * c.num_kv_heads)
@@ -104,11 +114,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
         k_cache,
         k_tile,
         head,
-        block_of,
-        slot_of,
-        next_head,
-        next_block,
-        next_slot,
+        where,
         key_tile,
         column_tile,
         chunk,
@@ -130,9 +136,9 @@ def score_part(t: Tile) -> Callable[..., Any]:
                     address(
                         k_cache,
                         k_tile,
-                        block_of[a, 0],
+                        where[BLOCK, a],
                         head,
-                        slot_of[a, 0],
+                        where[SLOT, a],
                         (key_tile + a) * SIDE,
                         chunk * DEPTH,
                     ),
@@ -140,7 +146,13 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 )
             )
             if ahead > 0:
-                ask(k_cache, next_block[a, 0], next_head[a, 0], next_slot[a, 0], chunk)
+                ask(
+                    k_cache,
+                    where[NEXT_BLOCK, a],
+                    where[NEXT_HEAD, a],
+                    where[NEXT_SLOT, a],
+                    chunk,
+                )
             for b in T.unroll(side_columns):
                 T.evaluate(amx.dot(regs.score + a * side_columns + b, k_register, q_register + b))
 
@@ -153,24 +165,9 @@ def score_part(t: Tile) -> Callable[..., Any]:
                 vk = T.axis.opaque(T.ceildiv(depths * 2, side_keys), kt)
                 T.reads()
                 T.writes()
-                block_of = T.sblock_alloc_buffer((side_keys, 1), "int64")
-                slot_of = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                for a in T.unroll(side_keys):
-                    at: T.let[T.int32] = key + (vk * side_keys + a) * SIDE
-                    block_of[a, 0] = c.block(block_table, seq, T.min(at, kv_end - 1))
-                    slot_of[a, 0] = c.slot(at)
-                next_head = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                next_block = T.sblock_alloc_buffer((side_keys, 1), "int64")
-                next_slot = T.sblock_alloc_buffer((side_keys, 1), "int32")
-                if ahead > 0:
-                    for a in T.unroll(side_keys):
-                        later: T.let[T.int32] = key + (vk * side_keys + a) * SIDE + ahead
-                        next_key: T.let[T.int32] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[
-                            1
-                        ]
-                        next_head[a, 0] = t.ahead(kv_head, later, kv_begin, kv_end, SIDE)[0]
-                        next_block[a, 0] = c.block(block_table, seq, next_key)
-                        next_slot[a, 0] = c.slot(next_key)
+                where = T.sblock_alloc_buffer(places.shape, "int64")
+                first: T.let[T.int32] = key + vk * side_keys * SIDE
+                locate(block_table, seq, kv_head, first, kv_begin, kv_end, where)
                 for ct in range(column_tiles):
                     with T.sblock("score_tiles"):
                         vc = T.axis.opaque(column_tiles, ct)
@@ -184,11 +181,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                                 k_cache,
                                 k_tile,
                                 kv_head,
-                                block_of,
-                                slot_of,
-                                next_head,
-                                next_block,
-                                next_slot,
+                                where,
                                 vk * side_keys,
                                 vc * side_columns,
                                 chunk,
@@ -201,11 +194,7 @@ def score_part(t: Tile) -> Callable[..., Any]:
                                 k_cache,
                                 k_tile,
                                 kv_head,
-                                block_of,
-                                slot_of,
-                                next_head,
-                                next_block,
-                                next_slot,
+                                where,
                                 vk * side_keys,
                                 vc * side_columns,
                                 chunks,
