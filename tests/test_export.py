@@ -179,7 +179,7 @@ def test_the_next_export_goes_on_from_what_was_taken_in(
 
 
 def with_heads(work_dir: Path) -> Settings:
-    return settings(work_dir, num_kv_heads={3: 3})
+    return settings(work_dir, num_kv_heads={SPEC: 3})
 
 
 @pytest.mark.parametrize(

@@ -304,12 +304,26 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         parse_seconds(text)
 
 
-def test_kv_heads_come_from_the_flags_by_group_size() -> None:
+def test_kv_heads_come_from_flags_and_matrix_the_first_first(tmp_path: Path) -> None:
     from tvmpaged.cli.spec_options import SpecFlags
 
-    flags = SpecFlags(num_qo_heads=[9, 32, 6], num_kv_heads=[3, 8, 2])
-    assert kv_heads(flags) == {3: 3, 4: 8}
-    assert kv_heads(SpecFlags(group_size=[3])) == {}
+    matrix = tmp_path / "m.toml"
+    tables = (
+        "group_size = 1\nhead_dim = 64",
+        "num_qo_heads = 16\nnum_kv_heads = 4\nhead_dim = 256",
+    )
+    matrix.write_text("".join(f"[[specs]]\n{each}\nkernel = 'decode'\n" for each in tables))
+    flags = SpecFlags(
+        matrix=[matrix],
+        num_qo_heads=[9, 32, 6],
+        num_kv_heads=[3, 8, 2],
+        head_dim=[64],
+        kernel=["decode"],
+    )
+    found = {(spec.head_dim, spec.group_size): heads for spec, heads in kv_heads(flags).items()}
+    # Of one group size, each head_dim has heads of its own; where none are named there are none.
+    assert found == {(256, 4): 4, (64, 3): 3, (64, 4): 8}
+    assert {spec.group_size for spec in flags.specs()} == {1, 3, 4}
 
 
 def test_a_status_is_one_plain_line() -> None:

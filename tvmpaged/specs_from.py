@@ -6,7 +6,7 @@ or as a call.
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,11 @@ from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, dtype_name
 _DEFAULT_BLOCK_SIZES = (16,)
 _DEFAULT_DTYPES = ("bfloat16",)
 _DEFAULT_LAYOUTS = ("HND",)
+
+#: Query heads per K/V head, and the K/V heads, where they are known.
+Group = tuple[int, int | None]
+#: Specs, each with the K/V heads it was asked for with; None where only a group size is known.
+Wanted = dict[AttentionSpec, int | None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class SpecRequest:
     layout: tuple[str, ...] = ()
     kernel: tuple[str, ...] = ()
 
-    def specs(self) -> list[AttentionSpec]:
+    def specs(self) -> Wanted:
         """Return the specs, each once, in the order they were asked for.
 
         Raises
@@ -81,24 +86,25 @@ class SpecRequest:
         ValueError
             Naming the field that is missing, contradicts another or is not supported.
         """
-        found = [AttentionSpec.parse(text) for text in self.spec]
+        found: Wanted = {AttentionSpec.parse(text): None for text in self.spec}
         heads = self.num_qo_heads or self.num_kv_heads or self.group_size
         if self.model and (heads or self.head_dim):
             raise ValueError("model gives heads and head_dim: name a model or sizes, not both")
         for model in self.model:
             shape = model_shape(model)
-            found += self._products([shape.group_size], [shape.head_dim], [shape.dtype])
+            group = shape.group_size, shape.num_kv_heads
+            add(found, self._products([group], [shape.head_dim], [shape.dtype]))
         if heads or self.head_dim:
-            groups = self._group_sizes()
+            groups = self._groups()
             if not groups or not self.head_dim:
                 missing = "head_dim" if groups else "group_size (or num_qo_heads and num_kv_heads)"
                 raise ValueError(f"{missing} is missing; give a model, or heads and head_dim")
-            found += self._products(groups, self.head_dim, _DEFAULT_DTYPES)
+            add(found, self._products(groups, self.head_dim, _DEFAULT_DTYPES))
         elif not found and (self.block_size or self.dtype or self.layout or self.kernel):
             raise ValueError("sizes are missing; give a model, or heads and head_dim, or a spec")
-        return list(dict.fromkeys(found))
+        return found
 
-    def _group_sizes(self) -> list[int]:
+    def _groups(self) -> list[Group]:
         if self.group_size and (self.num_qo_heads or self.num_kv_heads):
             raise ValueError("group_size follows from num_qo_heads and num_kv_heads: give either")
         if len(self.num_qo_heads) != len(self.num_kv_heads):
@@ -107,14 +113,15 @@ class SpecRequest:
                 f"{list(self.num_kv_heads)} are pairs: give as many of one as of the other"
             )
         pairs = zip(self.num_qo_heads, self.num_kv_heads, strict=True)
-        return [*self.group_size, *(group_size(qo, kv) for qo, kv in pairs)]
+        sizes = [(size, None) for size in self.group_size]
+        return [*sizes, *((group_size(qo, kv), kv) for qo, kv in pairs)]
 
     def _products(
-        self, groups: Iterable[int], head_dims: Iterable[int], dtypes: Iterable[str]
-    ) -> list[AttentionSpec]:
-        return [
-            AttentionSpec.make(kernel, dtype, head_dim, group, block_size, layout=layout)
-            for dtype, head_dim, group, block_size, layout, kernel in product(
+        self, groups: Iterable[Group], head_dims: Iterable[int], dtypes: Iterable[str]
+    ) -> Iterator[tuple[AttentionSpec, int | None]]:
+        return (
+            (AttentionSpec.make(kernel, dtype, head_dim, group, block_size, layout=layout), heads)
+            for dtype, head_dim, (group, heads), block_size, layout, kernel in product(
                 self.dtype or dtypes,
                 head_dims,
                 groups,
@@ -122,7 +129,14 @@ class SpecRequest:
                 self.layout or _DEFAULT_LAYOUTS,
                 self.kernel or ATTENTION_KERNELS,
             )
-        ]
+        )
+
+
+def add(found: Wanted, more: Iterable[tuple[AttentionSpec, int | None]]) -> None:
+    """Add specs to those that are wanted; the first that names K/V heads counts."""
+    for spec, num_kv_heads in more:
+        if found.get(spec) is None:
+            found[spec] = num_kv_heads
 
 
 def group_size(num_qo_heads: int, num_kv_heads: int) -> int:
@@ -141,7 +155,7 @@ def group_size(num_qo_heads: int, num_kv_heads: int) -> int:
     return num_qo_heads // num_kv_heads
 
 
-def matrix_specs(file: Path) -> list[AttentionSpec]:
+def matrix_specs(file: Path) -> Wanted:
     """Read a matrix file: tables ``[[specs]]``, each with the fields of `SpecRequest`.
 
     A field holds one value or a list; a table is the cross product of its fields.
@@ -160,13 +174,13 @@ def matrix_specs(file: Path) -> list[AttentionSpec]:
     tables = content.get("specs")
     if set(content) != {"specs"} or not isinstance(tables, list) or not tables:
         raise ValueError(f"{file} must hold one or more tables [[specs]] and nothing else")
-    found: list[AttentionSpec] = []
+    found: Wanted = {}
     for number, table in enumerate(tables, start=1):
         try:
-            found += _request(table).specs()
+            add(found, _request(table).specs().items())
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}: table {number} of [[specs]]: {error}") from error
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _request(table: Mapping[str, Any]) -> SpecRequest:

@@ -50,8 +50,8 @@ def run(
     """Measure kernels as they are served, beside torch and the machine's measured roof.
 
     A decode spec is measured on --batch sequences, a prefill spec on one whole prompt of --context
-    tokens. K/V heads are those of the flags or the model, else 8. The roof is a plain read of as
-    many bytes for decode (on a GPU a large copy), torch's matrix product for prefill. Read the
+    tokens. K/V heads are those of the flags, matrix or model, else 8. The roof is a plain read of
+    as many bytes for decode (on a GPU a large copy), torch's matrix product for prefill. Read the
     ratios: both sides of one were timed in turns, in one run. On a GPU by its own events, with its
     second-level cache overwritten before each call.
     """
@@ -71,7 +71,7 @@ def run(
     heads = kv_heads(specs)
     cases = []
     for spec in wanted:
-        count = heads.get(spec.group_size, _NUM_KV_HEADS)
+        count = heads.get(spec, _NUM_KV_HEADS)
         if spec.kernel == "decode":
             cases.append(Case(spec, count, batch, context, 1))
         else:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from tvmpaged.spec import AttentionSpec
-from tvmpaged.specs_from import SpecRequest, group_size, matrix_specs, model_shape
+from tvmpaged.specs_from import SpecRequest, Wanted, add, matrix_specs
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,7 @@ class SpecFlags:
         list[Path] | None, _flag("TOML file with tables [[specs]] of these names.", "FILE")
     ] = None
 
-    def specs(self) -> list[AttentionSpec]:
+    def wanted(self) -> Wanted:
         """Return the specs that were asked for, each once; empty when no flag was given.
 
         Raises
@@ -80,10 +80,16 @@ class SpecFlags:
             layout=tuple(self.layout or ()),
             kernel=tuple(_split(self.kernel or ())),
         )
-        found = [spec for file in self.matrix or () for spec in matrix_specs(file)]
+        found: Wanted = {}
+        for file in self.matrix or ():
+            add(found, matrix_specs(file).items())
         if request != SpecRequest():
-            found += request.specs()
-        return list(dict.fromkeys(found))
+            add(found, request.specs().items())
+        return found
+
+    def specs(self) -> list[AttentionSpec]:
+        """Return them without their heads; raises as `wanted`."""
+        return list(self.wanted())
 
     def required(self) -> list[AttentionSpec]:
         """Return the specs, at least one.
@@ -102,16 +108,9 @@ class SpecFlags:
         return found
 
 
-def kv_heads(flags: SpecFlags) -> dict[int, int]:
-    """Return the K/V heads that the flags name, by group size; the first that names one counts."""
-    found: dict[int, int] = {}
-    pairs = list(zip(flags.num_qo_heads or (), flags.num_kv_heads or (), strict=False))
-    for model in flags.model or ():
-        shape = model_shape(model)
-        pairs.append((shape.num_qo_heads, shape.num_kv_heads))
-    for num_qo_heads, num_kv_heads in pairs:
-        found.setdefault(group_size(num_qo_heads, num_kv_heads), num_kv_heads)
-    return found
+def kv_heads(flags: SpecFlags) -> dict[AttentionSpec, int]:
+    """Return the K/V heads of the specs that the flags name with heads."""
+    return {spec: heads for spec, heads in flags.wanted().items() if heads is not None}
 
 
 def _split(values: Iterable[str]) -> list[str]:

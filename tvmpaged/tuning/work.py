@@ -52,7 +52,7 @@ class Settings:
     resume : bool
         Go on from the logs.
     num_kv_heads : mapping
-        Group size -> K/V heads of the workload; others take `DEFAULT_NUM_KV_HEADS`.
+        Spec -> K/V heads of its workload; others take `DEFAULT_NUM_KV_HEADS`.
     mlflow_uri : str or None
         Tracking server; None takes MLFLOW_TRACKING_URI or the default.
     use_mlflow : bool
@@ -68,7 +68,7 @@ class Settings:
     work_dir: Path = Path("tuning_logs")
     seed: int = 0
     resume: bool = False
-    num_kv_heads: Mapping[int, int] | None = None
+    num_kv_heads: Mapping[AttentionSpec, int] | None = None
     mlflow_uri: str | None = None
     use_mlflow: bool = True
     devices: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Settings:
 
     def workload(self, spec: AttentionSpec, kind: str) -> Workload:
         """Return what a spec is measured on, on a kind of device."""
-        heads = (self.num_kv_heads or {}).get(spec.group_size, DEFAULT_NUM_KV_HEADS)
+        heads = (self.num_kv_heads or {}).get(spec, DEFAULT_NUM_KV_HEADS)
         return Workload.representative(spec, heads, kind)
 
 
