@@ -21,7 +21,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
         return {}
     if request.get("roof"):
         fraction = 0.5 if request["candidates"] else None
-        return {"roof": {"name": "gb_per_s", "value": 60.0, "fraction": fraction}}
+        return {"roof": {"name": "gb_per_s", "value": 120.0, "fraction": fraction}}
     spec = AttentionSpec.parse(request["spec"])
     times, checks = [], []
     for each in request["candidates"]:
