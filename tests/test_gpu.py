@@ -6,7 +6,7 @@ import pytest
 from gpu_tools import H200, H200_TARGET, Program, build_driver, gpu, gpus_here
 
 from tvmpaged import driver
-from tvmpaged.gpu import FACTS, find_gpu, gpus, native_gpu, num_processes, target_of
+from tvmpaged.gpu import FACTS, find_gpu, gpu_facts, native_gpu, num_processes, target_of
 from tvmpaged.sm import LIMITS, limits
 from tvmpaged.spec import TargetKey
 
@@ -45,8 +45,8 @@ def test_limits_are_the_drivers_where_there_is_one() -> None:
 
 
 def test_the_facts_of_one_gpu_or_of_all(program: Program) -> None:
-    assert len(gpus()) == 2
-    state = gpus("GPU-1")[1]
+    assert len(gpu_facts()) == 2
+    state = gpu_facts("GPU-1")[1]
     assert list(state) == list(FACTS)
     assert (state["name"], state["driver_version"], state["pstate"]) == (
         "NVIDIA H200",
@@ -71,10 +71,10 @@ def test_no_driver_or_a_broken_one_is_no_gpu(
     program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (program.folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert gpus() == []
+    assert gpu_facts() == []
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert gpus() == []
+    assert gpu_facts() == []
     assert num_processes("GPU-1") == 0
     with gpus_here(), pytest.raises(ValueError, match="name its target, such as cuda/sm_90/nvidia"):
         native_gpu()

@@ -15,7 +15,7 @@ from typing import Any
 
 from tvmpaged import cpu, tvm_libs
 from tvmpaged.bundle import BundleError, search
-from tvmpaged.gpu import gpus
+from tvmpaged.gpu import gpu_facts
 
 SCHEMA_VERSION = 1
 
@@ -80,7 +80,7 @@ def collect() -> dict[str, Any]:
         },
         "environment": environment(os.environ.items()),
         "bundles": _bundles(),
-        "gpus": gpus(),
+        "gpus": gpu_facts(),
     }
 
 

@@ -25,7 +25,7 @@ FACTS = (
 _TIMEOUT_S = 60
 
 
-def gpus(*uuids: str) -> list[dict[str, str]]:
+def gpu_facts(*uuids: str) -> list[dict[str, str]]:
     """Return the facts of each GPU; none when there is no driver, or it does not answer.
 
     Parameters

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tvmpaged import gpu as driver_program
 from tvmpaged.cpu import cpu_model, num_threads
 from tvmpaged.driver import Gpu
 from tvmpaged.errors import UserError
-from tvmpaged.gpu import find_gpu, target_of
+from tvmpaged.gpu import find_gpu, gpu_facts, num_processes, target_of
 from tvmpaged.spec import TargetKey
 from tvmpaged.tuning.process import Process
 
@@ -117,7 +116,7 @@ class Watch:
 
     def __init__(self, gpus: Sequence[Gpu] = (), *, allow_busy: bool = False) -> None:
         self.gpus = tuple(gpus)
-        counts = [driver_program.num_processes(each.uuid) for each in gpus]
+        counts = [num_processes(each.uuid) for each in gpus]
         self._others = sum(counts)
         busy = [each for each, count in zip(gpus, counts, strict=True) if count]
         if busy and not allow_busy:
@@ -133,10 +132,10 @@ class Watch:
         None for a CPU, or when the driver's program does not answer. One process of ours is on each
         GPU; by number, because a container may see others' process ids than its own.
         """
-        facts = driver_program.gpus(*(each.uuid for each in self.gpus[:1])) if self.gpus else []
+        facts = gpu_facts(*(each.uuid for each in self.gpus[:1])) if self.gpus else []
         if not facts:
             return None
-        now = sum(driver_program.num_processes(each.uuid) for each in self.gpus) - len(self.gpus)
+        now = sum(num_processes(each.uuid) for each in self.gpus) - len(self.gpus)
         return facts[0] | {"other_processes": str(max(self._others, now))}
 
 
