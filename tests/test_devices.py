@@ -12,6 +12,7 @@ from gpu_tools import H200_TARGET, Program, gpu, gpus_here
 from tune_tools import SPEC, FakeMachine
 
 from tvmpaged import tune
+from tvmpaged.cli.devices import parse_devices
 from tvmpaged.cpu import native_target
 from tvmpaged.errors import UserError
 from tvmpaged.spec import AttentionSpec, TargetKey
@@ -61,6 +62,28 @@ def test_devices_are_those_of_the_target() -> None:
     assert find_gpus(NATIVE) == ()
     with pytest.raises(ValueError, match="are GPUs, and target=cpu/"):
         find_gpus(NATIVE, ["cuda:0"])
+
+
+def test_all_devices_are_those_of_the_targets_kind() -> None:
+    l4 = gpu(1, "NVIDIA L4", (8, 9))
+    with gpus_here(gpu(), l4, gpu(2)):
+        for text, indices in (
+            ("cuda", [0, 2]),
+            ("cuda/sm_90a/nvidia-h200", [0, 2]),
+            ("cuda/sm_89/nvidia-l4", [1]),
+        ):
+            target = tune.parse_target(text, parse_devices("all"))
+            assert [each.index for each in find_gpus(target, ["all"])] == indices
+        with pytest.raises(ValueError, match="devices=all,cuda:1: all are named alone"):
+            tune.parse_target("cuda", parse_devices("all, cuda:1"))
+        with pytest.raises(ValueError, match="devices=all are GPUs, and target=cpu/"):
+            tune.parse_target("native", ["all"])
+    with gpus_here(l4), pytest.raises(ValueError, match=r"GPUs are: cuda/sm_89/nvidia-l4$"):
+        tune.parse_target(str(H200_TARGET), ["all"])
+    with gpus_here(), pytest.raises(ValueError, match=r"of target=cuda/.*GPUs are: none$"):
+        find_gpus(H200_TARGET, ["all"])
+    with gpus_here(), pytest.raises(ValueError, match="the CUDA driver finds none"):
+        tune.parse_target("cuda", ["all"])
 
 
 def test_the_target_to_tune_follows_from_the_devices() -> None:

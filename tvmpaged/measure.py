@@ -126,7 +126,8 @@ def measure(
     time_limit_s : float, optional
         Of the whole call, in seconds; results are written all the same.
     devices : sequence of str
-        GPUs that measure side by side, such as ``cuda:0``; by default the first.
+        GPUs that measure side by side, such as ``cuda:0``, or ``all`` of the export's target; by
+        default the first.
     allow_busy : bool
         Whether to measure on a GPU that others compute on.
     on_status : callable

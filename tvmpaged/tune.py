@@ -13,7 +13,7 @@ from tvmpaged.errors import UserError
 from tvmpaged.gpu import find_gpu, target_of
 from tvmpaged.nvcc import require_nvcc
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
-from tvmpaged.tuning.device import Device, Watch, find_gpus
+from tvmpaged.tuning.device import ALL, Device, Watch, find_gpus
 from tvmpaged.tuning.interrupt import GivenUpError, held_back
 from tvmpaged.tuning.log import LOG_NAME, read_runs
 from tvmpaged.tuning.machine import open_machine
@@ -57,7 +57,7 @@ def parse_target(text: str, devices: Sequence[str] = ()) -> TargetKey:
     text : str
         ``native`` is the CPU, ``cuda`` the first of the devices.
     devices : sequence of str
-        GPUs that measure, such as ``cuda:0``; by default the first.
+        GPUs that measure, such as ``cuda:0``, or ``all`` of one kind; by default the first.
 
     Raises
     ------
@@ -66,7 +66,8 @@ def parse_target(text: str, devices: Sequence[str] = ()) -> TargetKey:
     """
     native = native_target()
     if text == "cuda":
-        target = target_of(find_gpu(devices[0] if devices else "cuda"))
+        first = devices[0] if devices and ALL not in devices else "cuda"
+        target = target_of(find_gpu(first))
     else:
         target = native if text == "native" else TargetKey.parse(text)
     find_gpus(target, devices)

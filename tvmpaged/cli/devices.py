@@ -6,7 +6,9 @@ import typer
 
 DevicesFlag = Annotated[
     str | None,
-    typer.Option(help="GPUs that measure side by side [the first].", metavar="cuda:0,cuda:1"),
+    typer.Option(
+        help="GPUs of one kind that measure side by side [the first].", metavar="cuda:0,cuda:1|all"
+    ),
 ]
 AllowBusyFlag = Annotated[
     bool, typer.Option("--allow-busy", help="Measure on a GPU that other processes compute on.")

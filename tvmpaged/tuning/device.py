@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tvmpaged import driver
 from tvmpaged.cpu import cpu_model, num_threads
 from tvmpaged.driver import Gpu
 from tvmpaged.errors import UserError
@@ -19,6 +20,8 @@ _MIB = 1 << 20
 #: step are not in the caches when their layer's turn comes, and a pool costs memory and time.
 MIN_ROTATION_BYTES = 64 * _MIB
 MAX_ROTATION_BYTES = 256 * _MIB
+#: Names every GPU of the target.
+ALL = "all"
 #: Tells a measuring process where its tensors are to lie.
 DEVICE_VARIABLE = "TVMPAGED_MEASURE_ON"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -71,29 +74,42 @@ def find_gpus(target: TargetKey, devices: Sequence[str] = ()) -> tuple[Gpu, ...]
     target : TargetKey
         What candidates are built for.
     devices : sequence of str
-        Such as ``cuda:0``; by default the first that the target names.
+        Such as ``cuda:0``, or ``all`` that are of the target; by default the first.
 
     Raises
     ------
     ValueError
-        When one is not there, named twice, or is not of the target.
+        When one is not there, named twice, or is not of the target; of ``all``, when none is.
     """
     if target.kind != "cuda":
         if devices:
             raise ValueError(f"devices={','.join(devices)} are GPUs, and target={target} is none")
         return ()
+    if ALL in devices:
+        return _find_all(target, devices)
     found = tuple(find_gpu(each) for each in devices or ("cuda",))
     for each in found:
-        # Code for exactly one arch, as sm_90a is, runs on that arch as its plain name does.
-        if target.device != target_of(each).device or not _runs(target, each):
+        if not _is_of(target, each):
             raise ValueError(f"cuda:{each.index} is {target_of(each)}, not target={target}")
     if len({each.uuid for each in found}) < len(found):
         raise ValueError(f"devices={','.join(devices)} name one GPU twice")
     return found
 
 
-def _runs(target: TargetKey, gpu: Gpu) -> bool:
-    return target.arch.rstrip("af") == target_of(gpu).arch
+def _find_all(target: TargetKey, devices: Sequence[str]) -> tuple[Gpu, ...]:
+    if len(devices) > 1:
+        raise ValueError(f"devices={','.join(devices)}: {ALL} are named alone")
+    found = tuple(each for each in driver.gpus() if _is_of(target, each))
+    if not found:
+        here = ", ".join(str(target_of(each)) for each in driver.gpus()) or "none"
+        raise ValueError(f"devices={ALL} of target={target}, and this machine's GPUs are: {here}")
+    return found
+
+
+def _is_of(target: TargetKey, gpu: Gpu) -> bool:
+    # Code for exactly one arch, as sm_90a is, runs on that arch as its plain name does.
+    found = target_of(gpu)
+    return (target.arch.rstrip("af"), target.device) == (found.arch, found.device)
 
 
 class Watch:

@@ -58,7 +58,8 @@ class Settings:
     use_mlflow : bool
         Whether runs are logged.
     devices : tuple of str
-        GPUs that measure side by side, such as ``cuda:0``; by default the first, or the CPU.
+        GPUs that measure side by side, such as ``cuda:0``, or ``all`` of the target; by default the
+        first, or the CPU.
     allow_busy : bool
         Whether to measure on a GPU that others compute on.
     """
