@@ -216,6 +216,29 @@ def test_a_wrong_place_of_a_fragment_shows(
         prefill(Built(SPEC, {"isa": "mma"} | PLANTED))
 
 
+BARRIER = "barrier(CLK_LOCAL_MEM_FENCE);"
+#: Barriers in the order of the source: before a tile of rows, before and after its q is loaded; of
+#: a step, before it, two around its products, four in the fold of its maxima, two around the
+#: products with V; at the end four in the fold of sums, and three in that of warps.
+NUM_BARRIERS = 3 + (1 + 2 + 4 + 2) + (4 + 3)
+#: One of each kind. Not proven are those where a loop starts over, for PoCL has barriers of its own
+#: there; those before a maximum is overwritten, which may be taken twice; and those that only hold
+#: back later warps, for PoCL's threads run in order.
+SKIPPED = (1, 2, 4, 8, 10, 13, 16)
+
+
+@pytest.mark.parametrize("index", SKIPPED)
+def test_a_skipped_barrier_shows(index: int) -> None:
+    def skip(source: str) -> str:
+        parts = source.split(BARRIER)
+        assert len(parts) == NUM_BARRIERS + 1
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+        return BARRIER.join(parts)
+
+    with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
+        planted(skip)
+
+
 # -- choices and rules
 
 
