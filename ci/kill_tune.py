@@ -25,6 +25,8 @@ from tvmpaged.tuning.tracking import Tracking
 
 SPEC = AttentionSpec.make("decode", "float32", 64, 3, 16)
 TRIALS = 24
+#: What a worker may take to notice that its parent is gone: until then it may still be importing.
+END_S = 30
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
@@ -59,6 +61,15 @@ def _wait_for_more(log: Path, before: int, child: subprocess.Popen[bytes]) -> No
         time.sleep(0.2)
 
 
+def _end_within(seconds: float, processes: list[int]) -> bool:
+    end = time.monotonic() + seconds
+    while any(Path(f"/proc/{each}").exists() for each in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def main(kills: int, seconds: float) -> None:
     """Kill, resume, and check."""
     with tempfile.TemporaryDirectory(prefix="tvmpaged-kill-") as name:
@@ -74,8 +85,7 @@ def main(kills: int, seconds: float) -> None:
             workers = children(child.pid)
             child.send_signal(signal.SIGKILL)
             child.wait()
-            time.sleep(2)
-            assert not [each for each in workers if Path(f"/proc/{each}").exists()], "orphans"
+            assert _end_within(END_S, workers), "orphans"
             trials = num_trials(log)
             assert trials >= before, f"{before} trials became {trials}"
             print(f"kill {kill + 1} of {kills}: {trials} trials in the log", flush=True)

@@ -188,6 +188,8 @@ def with_heads(work_dir: Path) -> Settings:
         (("--export", "x", "--import-results", "y"), "give one of them"),
         (("--import-results", "y", "--dry-run"), "--dry-run"),
         (("--import-results", "y", "--group-size", "3", "--head-dim", "64"), "give none with it"),
+        (("--export", "x", "--devices", "cuda:0"), "--devices measures here"),
+        (("--import-results", "y", "--devices", "all"), "--devices measures here"),
         (("--export", "x"), "no spec is given"),
     ],
 )

@@ -65,7 +65,7 @@ def run(
     A device without compiler or network is tuned in three steps: --export here, tvmpaged measure
     there, --import-results here; each export goes on from what was taken in before.
     """
-    _check_modes(export, import_results, dry_run, specs)
+    _check_modes(export, import_results, dry_run, devices, specs)
     wanted = specs.required() if import_results is None else []
     from tvmpaged import tune as tuning
 
@@ -130,12 +130,21 @@ def _search(
 
 
 def _check_modes(
-    export: Path | None, import_results: Path | None, dry_run: bool, specs: SpecFlags
+    export: Path | None,
+    import_results: Path | None,
+    dry_run: bool,
+    devices: str | None,
+    specs: SpecFlags,
 ) -> None:
     if export is not None and import_results is not None:
         raise ValueError("--export and --import-results are steps of their own: give one of them")
     if dry_run and (export is not None or import_results is not None):
         raise ValueError("--dry-run says what a search here would do: give no --export with it")
+    if devices and (export is not None or import_results is not None):
+        raise ValueError(
+            "--devices measures here, which --export and --import-results do not: name GPUs to "
+            "tvmpaged measure, where they are"
+        )
     if import_results is not None and specs.specs():
         raise ValueError("--import-results takes all specs of the export: give none with it")
 
