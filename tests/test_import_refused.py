@@ -150,6 +150,10 @@ def pickled(folder: Path) -> None:
         (whole(lambda d: d["device"].update(rotation_bytes=-5)), "rotation_bytes=-5 must be"),
         (whole(lambda d: d.update(export_sha256="0" * 64)), "is of another export"),
         (exported(lambda d: d.update(source_sha256="0" * 64)), "other kernel sources.*again"),
+        (
+            exported(lambda d: d["specs"][0]["workload"].update(num_alone=99)),
+            "num_alone=99 is no number of sequences",
+        ),
         (exported(swap_choices), "first candidate is not the untuned default"),
         (choice("lanes", 0), "candidate [0-9a-f]{16}: lanes=0 is not in the space"),
         (choice("prefetch_keys", 10**9), "prefetch_keys=1000000000 is not in the space"),
