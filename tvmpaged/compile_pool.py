@@ -52,9 +52,9 @@ def compile_all(
     num_workers : int
         Processes at a time.
     build : callable, optional
-        Importable by name; by default `tvmpaged.build.build_artifact`.
+        Importable by name; by default `build_in_child`.
     """
-    build = build or _build_artifact
+    build = build or build_in_child
     for job, future in _submit(jobs, min(num_workers, len(jobs)), build):
         try:
             yield Outcome(job, *future.result())
@@ -112,12 +112,28 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _build_artifact(
-    spec: AttentionSpec, target: TargetKey, choices: dict[str, Any], path: Path
+def build_in_child(
+    spec: AttentionSpec,
+    target: TargetKey,
+    choices: dict[str, Any],
+    path: Path,
+    *,
+    ptx: bool = False,
 ) -> Resources | None:
-    from tvmpaged.build import build_artifact
+    """Compile one spec in a process that is a child and does nothing else.
 
-    return build_artifact(spec, target, choices, path)
+    Parameters and errors are those of `tvmpaged.build.build_artifact`, which would start one more
+    child for each spec of a GPU.
+    """
+    if target.kind != "cuda":
+        from tvmpaged.build import build_artifact
+
+        return build_artifact(spec, target, choices, path)
+    from tvmpaged.cuda_child import build_here
+    from tvmpaged.nvcc import require_nvcc
+
+    require_nvcc()
+    return build_here(spec, target, choices, path, ptx=ptx)
 
 
 def _compile(build: Build, job: Job) -> tuple[bytes, Resources | None]:

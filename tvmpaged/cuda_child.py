@@ -1,7 +1,7 @@
 """Compiling for CUDA in a child process: it loads an empty driver where there is none.
 
 As the child of `tvmpaged.cuda_build` it takes a request on stdin and answers on stdout, both JSON.
-A tuner's compiler, a child itself, calls `build_here`.
+Compilers of `package` and `tune`, children themselves, call `build_here`.
 """
 
 from __future__ import annotations

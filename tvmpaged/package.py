@@ -19,7 +19,7 @@ from tvmpaged.bundle import (
     read_existing,
     write,
 )
-from tvmpaged.compile_pool import Build, Job, compile_all
+from tvmpaged.compile_pool import Build, Job, build_in_child, compile_all
 from tvmpaged.cpu import native_target
 from tvmpaged.freshness import CURRENT
 from tvmpaged.gpu import native_gpu
@@ -164,7 +164,7 @@ def package(
     progress : callable, optional
         See `Progress`.
     compile_with : callable, optional
-        Compiles instead of `tvmpaged.build.build_artifact`; importable by name.
+        Compiles instead of `tvmpaged.compile_pool.build_in_child`; importable by name.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def package(
         def advance(count: int, what: str, before: int = done) -> None:
             report(before + count, total, what)
 
-        compiler = compile_with or partial(build.build_artifact, ptx=ptx)
+        compiler = compile_with or partial(build_in_child, ptx=ptx)
         work = _Work(target, out, records_dir, jobs, replace_existing, key, ptx, compiler)
         found.append(work.run(wanted, advance))
         done += len(wanted)

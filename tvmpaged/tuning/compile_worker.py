@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tvmpaged.compile_pool import build_in_child
 from tvmpaged.spec import AttentionSpec, TargetKey
 from tvmpaged.tuning.child import serve
 
 
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     """Compile one candidate into a shared library."""
-    from tvmpaged.build import build_artifact
-
     if request.get("ping"):
         return {}
     path, choices = Path(request["path"]), request["choices"]
@@ -25,12 +24,7 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
         return _explain(spec, target, choices, path)
     # A compiler that dies half-way leaves no file of that name.
     partial = path.with_suffix(".partial.so")
-    if target.kind == "cuda":
-        from tvmpaged.cuda_child import build_here
-
-        build_here(spec, target, choices, partial)
-    else:
-        build_artifact(spec, target, choices, partial)
+    build_in_child(spec, target, choices, partial)
     partial.rename(path)
     return {}
 
