@@ -187,7 +187,7 @@ def planted(edit: Callable[[str], str]) -> None:
     some(
         ("the last tile of rows is dropped", r"\(row_end \+ 31\)", "row_end"),
         ("a slot past the block's end is read", r"% 16\);", "% 16) + 1;"),
-        ("the block after the key's is read", r"/ 16\) \+ \(seq", "/ 16) + 1 + (seq"),
+        ("a block before the key's is read", r"/ \(uint\)16\)", "/ (uint)32)"),
         ("keys that a row does not see are used", r"< limits_ptr\[", "< 9 + limits_ptr["),
         ("a warp is left out of the fold", r"; (g\w*) < 2;", r"; \1 < 1;"),
         ("another step's stage is read", r"\(s % 3\)", "((s + 1) % 3)"),
