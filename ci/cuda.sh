@@ -9,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash ci/setup.sh
 TVMPAGED_TEST_SPECS=full .venv/bin/python -m pytest -n "${TVMPAGED_TEST_JOBS:-2}" \
-    tests/test_cuda_build.py tests/test_walk_warps.py tests/test_warp_edges.py "$@"
+    tests/test_cuda_build.py tests/test_walk_warps.py tests/test_warp_faults.py tests/test_warp_edges.py "$@"
