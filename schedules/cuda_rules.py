@@ -29,10 +29,10 @@ def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
 
 
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
-    """Return what no compiled walk takes less than: V may be loaded once K has been used."""
+    """Return what no compiled walk takes less than: a step's keys may be loaded one by one."""
     if choices["isa"] == "mma":
         return cuda_mma_rules.least_registers(spec, choices)
-    return _row_registers(spec, choices) + max(_step_words(spec, choices))
+    return _row_registers(spec, choices) + max(_step_words(spec, choices)) // _keys(choices)
 
 
 def _row_registers(spec: AttentionSpec, choices: Choices) -> int:

@@ -204,7 +204,7 @@ def test_rows_past_the_plan_leave_out_untouched(
     attn = generic(3, 64, 4, "float32")
     case = make_case(rng, attn, [1, 2], [5, 9])
     expected, _ = run(attn, case)
-    q = torch.cat([case.q, torch.full((4, 6, 64), NAN)])
+    q = torch.cat([case.q, torch.full((4, 6, 64), NAN, dtype=case.q.dtype)])
     out = torch.full_like(q, 7.0)
     assert attn.run(attn.plan(*case.step), q, case.k_cache, case.v_cache, out=out) is out
     assert torch.equal(out[:3], expected)
@@ -219,7 +219,7 @@ def test_a_step_without_tokens_touches_nothing(
 ) -> None:
     attn = generic(3, 64, 4, "float32")
     case = make_case(rng, attn, [0, 0], [5, 0])
-    q, out = torch.zeros(2, 6, 64), torch.full((2, 6, 64), 7.0)
+    q, out = (torch.full((2, 6, 64), x, dtype=case.q.dtype) for x in (0.0, 7.0))
     attn.run(attn.plan(*case.step), q, case.k_cache, case.v_cache, out=out)
     assert (out == 7).all()
     out, lse = attn.run(attn.plan(*case.step), q[:0], case.k_cache, case.v_cache, return_lse=True)

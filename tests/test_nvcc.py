@@ -67,3 +67,24 @@ def test_what_ptxas_says_is_read() -> None:
 def test_silence_and_several_kernels_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"ptxas speaks of \d kernels"):
         nvcc.read_resources(text)
+
+
+SPILLS_UNLESS_TOLD = """#!/bin/sh
+for file; do :; done
+grep -q "launch_bounds__(128, 1)" "$file" && spilled={told} || spilled=20
+while [ "$1" != -o ]; do shift; done
+echo "bounds $spilled" >"$2"
+echo "$spilled bytes stack frame, $spilled bytes spill stores, 0 bytes spill loads" >&2
+echo "Used 48 registers" >&2
+"""
+
+
+@pytest.mark.parametrize(("told", "kept"), [(0, 0), (8, 8), (20, 20), (24, 20)])
+def test_what_spills_is_compiled_again_for_one_block(tmp_path: Path, told: int, kept: int) -> None:
+    """And the one that spills less is kept, the first where neither does."""
+    compiler = put(tmp_path / "nvcc")
+    compiler.write_text(SPILLS_UNLESS_TOLD.replace("{told}", str(told)))
+    source = "__global__ void __launch_bounds__(128) kernel() {}"
+    fatbin, taken = nvcc.compile_cuda(source, "sm_90", compiler)
+    assert taken.spill_bytes == kept
+    assert fatbin.decode().split() == ["bounds", str(kept)]

@@ -19,7 +19,7 @@ from tvmpaged import PagedAttention
 Attention = Callable[..., PagedAttention]
 
 if os.environ.get("TVMPAGED_TEST_SPECS") != "full":
-    pytest.skip("takes PoCL many minutes; ci/cuda.sh runs it", allow_module_level=True)
+    pytest.skip("takes PoCL minutes; ci/cuda.sh runs it", allow_module_level=True)
 
 LEFT_OUT = {
     # OpenCL's host side runs in this process and thread only.

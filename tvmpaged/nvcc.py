@@ -61,7 +61,7 @@ def cuda_runtime(nvcc: Path) -> Path | None:
 def compile_cuda(
     source: str, arch: str, nvcc: Path, *, ptx: bool = False
 ) -> tuple[bytes, Resources]:
-    """Compile CUDA source that holds one kernel into a fatbin.
+    """Compile CUDA source that holds one kernel into a fatbin; nothing spilled where that can be.
 
     Parameters
     ----------
@@ -89,15 +89,28 @@ def compile_cuda(
     parts = SmArch.parse(arch)
     if parts is None:
         raise ValueError(f"arch={arch!r} is no sm architecture")
+    wanted = f"[{arch},compute_{parts.number}]" if ptx else arch
+    code = f"arch=compute_{parts.number},code={wanted}"
+    found = _compile(source, code, nvcc, arch)
+    if not found[1].spill_bytes:
+        return found
+    again = _compile(_BOUNDS.sub(r"__launch_bounds__(\1, 1)", source), code, nvcc, arch)
+    return min(found, again, key=lambda each: each[1].spill_bytes)
+
+
+#: ptxas keeps a few bytes outside registers where that makes room for one more block on a
+#: multiprocessor. Told that one block is enough, it does not.
+_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)")
+
+
+def _compile(source: str, code: str, nvcc: Path, arch: str) -> tuple[bytes, Resources]:
     with tempfile.TemporaryDirectory(prefix="tvmpaged-nvcc-") as folder:
-        code, binary = Path(folder) / "kernel.cu", Path(folder) / "kernel.fatbin"
-        code.write_text(source, encoding="utf-8")
+        file, binary = Path(folder) / "kernel.cu", Path(folder) / "kernel.fatbin"
+        file.write_text(source, encoding="utf-8")
         # No fast math: sums, divisions and denormals are those of the reference.
-        command = [str(nvcc), "--fatbin", "-O3", "-Xptxas", "-v", "-std=c++17"]
-        wanted = f"[{arch},compute_{parts.number}]" if ptx else arch
-        command += ["-gencode", f"arch=compute_{parts.number},code={wanted}"]
+        command = [str(nvcc), "--fatbin", "-O3", "-Xptxas", "-v", "-std=c++17", "-gencode", code]
         done = subprocess.run(
-            [*command, "-o", str(binary), str(code)], capture_output=True, text=True, check=False
+            [*command, "-o", str(binary), str(file)], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise ValueError(f"nvcc failed for {arch}:\n{done.stderr.strip()}")
