@@ -6,29 +6,38 @@ block's threads, of which ``dim_threads`` share a key, ``lanes`` the elements of
 and V, and ``fold`` how the threads of a warp work together: by ``shuffle`` and its other
 instructions, or through ``shared`` memory where a device has none.
 
-With tensor cores ``stages`` steps of K and V lie in shared memory, on their way or there, and
-``key_warps`` warps take different keys of a step; the others share keys and take different rows;
-``q_in`` says whether q is kept in ``registers`` or read from ``shared`` memory at each step.
+``stages`` steps of K and V lie in shared memory, on their way or there; without tensor cores 1
+means that a step is loaded into registers as it comes. With tensor cores ``key_warps`` warps take
+different keys of a step; the others share keys and take different rows; ``q_in`` says whether q is
+kept in ``registers`` or read from ``shared`` memory at each step.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from tvmpaged.schedules.choices import Choices
 from tvmpaged.schedules.cuda_mma_rules import LANES, SIDE, has_mma
-from tvmpaged.schedules.cuda_rules import IDLE, VECTOR_BYTES, register_estimate
+from tvmpaged.schedules.cuda_rules import (
+    IDLE,
+    MOST_STAGES,
+    VECTOR_BYTES,
+    register_estimate,
+    step_bytes,
+)
 from tvmpaged.sm import WARP_SIZE
 from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, AttentionSpec
 
 THREADS = 128
-#: By the least estimate, so that three blocks of `THREADS` have room on a multiprocessor.
-REGISTERS = 152
-#: Of a whole warp along a row: with 128, nvcc kept 8 bytes outside registers.
-WHOLE_WARP_REGISTERS = 127
+#: By the estimate; as compiled, two blocks of `THREADS` have room on a multiprocessor.
+REGISTERS = 176
 MOST_ROWS = 8
 #: Keys of a step that one thread takes, best first.
-KEYS = (4, 2)
+KEYS = (2, 1)
+#: Steps on their way, and how many bytes they are to be at most: so that three blocks have room in
+#: the least shared memory, and two have more on its way than memory can answer meanwhile.
+STAGES, STAGE_BYTES = 3, 24 * 1024
 
 
 def default_choices(spec: AttentionSpec) -> Choices:
@@ -82,7 +91,7 @@ def mma_choices(spec: AttentionSpec) -> Choices:
 
 
 def simt_choices(spec: AttentionSpec) -> Choices:
-    """Return an untuned list without tensor cores."""
+    """Return an untuned list without tensor cores: a few steps are always on their way."""
     lanes = VECTOR_BYTES // DTYPE_BYTES[spec.kv_dtype]
     widest = max(spec.head_dim or MAX_HEAD_DIM, spec.head_dim_v or MAX_HEAD_DIM)
     along = 1
@@ -96,16 +105,14 @@ def simt_choices(spec: AttentionSpec) -> Choices:
         "lanes": lanes,
         "split_length": 256 if spec.kernel == "decode" else 1024,
     }
-    choices |= IDLE
-    most = REGISTERS if along < WARP_SIZE else WHOLE_WARP_REGISTERS
-    # Several keys in flight before many rows: what is not in flight waits for memory.
-    tries = [(rows, keys) for rows in _row_tiles(spec) for keys in KEYS]
-    for rows, keys in [*tries, *((rows, 1) for rows in _row_tiles(spec))]:
-        choices["row_tile"] = rows
-        choices["keys_per_step"] = min(THREADS, THREADS // along * keys)
-        if register_estimate(spec, choices) <= most:
+    choices |= IDLE | {"stages": STAGES}
+    # A group's rows in as few tiles as can be, for each reads K and V again; then several keys.
+    for rows, keys in product(_row_tiles(spec), KEYS):
+        choices |= {"row_tile": rows, "keys_per_step": THREADS // along * keys}
+        fits = STAGE_BYTES // step_bytes(spec, choices)
+        if register_estimate(spec, choices) <= REGISTERS and (fits >= STAGES or keys == 1):
             break
-    return choices
+    return choices | {"stages": max(2, min(fits, STAGES))}
 
 
 def _row_tiles(spec: AttentionSpec) -> list[int]:
@@ -136,6 +143,7 @@ def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:
         "row_tile": {1, 2, 4, 8, 16, *(rows for rows in tiles if rows <= 16)},
         "keys_per_step": {8, 16, 32, 64, 128},
         "split_length": {128, 256, 512, 1024, 2048},
+        "stages": set(range(1, MOST_STAGES + 1)),
     }
     values |= {name: {value} for name, value in IDLE.items()}
     first: Choices = {}
@@ -143,7 +151,6 @@ def space(spec: AttentionSpec) -> dict[str, tuple[Any, ...]]:
         values["isa"] |= {"mma"}
         values["row_tile"] |= {32, 48, 64, 80, 128, 256}
         values["key_warps"] |= {1, 2, 4, 8}
-        values["stages"] |= {1, 2, 3}
         values["q_in"] |= {"registers", "shared"}
         first = simt_choices(spec) if default["isa"] == "mma" else mma_choices(spec)
     found = {}

@@ -12,6 +12,10 @@ from tvmpaged.spec import ATTENTION_KERNELS, DTYPE_BYTES, MAX_HEAD_DIM, Attentio
 VECTOR_BYTES = 16
 #: TVM starts each array in shared memory at a multiple of this.
 ALIGNMENT_BYTES = 64
+#: Bytes that one asynchronous copy may have.
+COPY_BYTES = (4, 8, 16)
+#: Most steps in shared memory.
+MOST_STAGES = 4
 #: Registers that a walk needs besides its arrays: addresses, counters, what is in flight. Less than
 #: any compiled one took, so that nothing is refused that would fit.
 OTHER_REGISTERS = 8
@@ -23,16 +27,21 @@ def vectors_per_thread(dim: int, choices: Choices) -> int:
 
 
 def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
-    """Return what a thread of the walk holds: q, sums, scores, and a step's K and V at once."""
-    k, v = _step_words(spec, choices)
-    return _row_registers(spec, choices) + k + v
+    """Return what a thread holds: q, sums, scores, and K and V of a step, or of a key."""
+    words = sum(_step_words(spec, choices))
+    at_once = words if choices["stages"] == 1 else words // _keys(choices)
+    return _row_registers(spec, choices) + at_once
 
 
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
-    """Return what no compiled walk takes less than: a step's keys may be loaded one by one."""
+    """Return what no compiled walk takes less than.
+
+    A step's keys may be loaded one by one; from shared memory K and V may be taken bit by bit.
+    """
     if choices["isa"] == "mma":
         return cuda_mma_rules.least_registers(spec, choices)
-    return _row_registers(spec, choices) + max(_step_words(spec, choices)) // _keys(choices)
+    a_key = max(_step_words(spec, choices)) // _keys(choices) if choices["stages"] == 1 else 0
+    return _row_registers(spec, choices) + a_key
 
 
 def _row_registers(spec: AttentionSpec, choices: Choices) -> int:
@@ -55,7 +64,7 @@ def _keys(choices: Choices) -> int:
 
 
 def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
-    """Return the shared memory of a walk: what its groups of threads fold at the end."""
+    """Return the shared memory of a walk: its stages, and what its groups fold at the end."""
     if choices["isa"] == "mma":
         return cuda_mma_rules.shared_bytes(spec, choices)
     groups = int(choices["threads"] // choices["dim_threads"])
@@ -64,7 +73,15 @@ def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
     if choices["fold"] == "shared":
         folded = rows * int(choices["keys_per_step"] * choices["dim_threads"])
     parts = (groups * dim_v, groups * rows, groups * rows, folded)
-    return sum(-(-4 * part // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in parts)
+    stages = choices["stages"] * step_bytes(spec, choices) if choices["stages"] > 1 else 0
+    taken = (stages, *(4 * part for part in parts))
+    return sum(-(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in taken)
+
+
+def step_bytes(spec: AttentionSpec, choices: Choices) -> int:
+    """Return the bytes of a step's K and V."""
+    row = (spec.head_dim or MAX_HEAD_DIM) + (spec.head_dim_v or MAX_HEAD_DIM)
+    return int(choices["keys_per_step"]) * row * DTYPE_BYTES[spec.kv_dtype]
 
 
 def reject(spec: AttentionSpec, target: TargetKey, choices: Choices) -> str | None:
@@ -115,7 +132,7 @@ def _reject_shape(spec: AttentionSpec, choices: Choices) -> str | None:
 
 
 #: What means nothing without tensor cores, and where it stands then.
-IDLE: Choices = {"key_warps": 1, "stages": 1, "q_in": "registers"}
+IDLE: Choices = {"key_warps": 1, "q_in": "registers"}
 
 
 def _reject_form(spec: AttentionSpec, choices: Choices) -> str | None:
@@ -124,6 +141,11 @@ def _reject_form(spec: AttentionSpec, choices: Choices) -> str | None:
     for name, value in IDLE.items():
         if choices[name] != value:
             return f"{name}={choices[name]!r} means nothing under isa={choices['isa']!r}"
+    if not 1 <= choices["stages"] <= MOST_STAGES:
+        return f"stages={choices['stages']} is none of 1 to {MOST_STAGES}"
+    size = choices["lanes"] * DTYPE_BYTES[spec.kv_dtype]
+    if choices["stages"] > 1 and size not in COPY_BYTES:
+        return f"lanes={choices['lanes']} of {spec.kv_dtype}: no copy has {size} bytes"
     rows, group = choices["row_tile"], spec.group_size
     if spec.kernel == "decode" and group and rows > group:
         return f"row_tile={rows} is more than the group's {group} rows"

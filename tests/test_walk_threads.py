@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opencl_tools import TARGET, Built, gpu_attention
 
-from tvmpaged import PagedAttention, schedules
+from tvmpaged import PagedAttention, build, schedules
+from tvmpaged.kernels.cuda.stage_vectors import Stages
 from tvmpaged.spec import AttentionSpec
 
 #: (dtype, head_dim, group_size, block_size, layout): a vector to each thread; rows that leave
@@ -21,18 +22,28 @@ SIZES = [
     ("float32", 64, 3, 16, "HND"),
     ("float32", 80, 7, 1, "NHD"),
     ("float32", 256, 1, 256, "HND"),
+    ("float32", 72, 16, 3, "NHD"),
     ("bfloat16", 128, 4, 16, "HND"),
     ("bfloat16", 96, 17, 7, "NHD"),
 ]
 
 #: Choices beside the default: one thread a key; a whole warp a key, most of it without a part; one
-#: warp a block; many groups of threads; narrow loads; one row at a time; one key a thread.
+#: warp a block; many groups of threads; narrow loads; one row at a time; one key a thread; copies
+#: of 16, 8 and 4 bytes, 2 to 4 steps ahead, or none.
 CHOICES: list[dict[str, Any]] = [
-    {"dim_threads": 1, "keys_per_step": 128, "row_tile": 1},
-    {"dim_threads": 2, "keys_per_step": 64, "lanes": 2, "row_tile": 2},
-    {"threads": 32, "dim_threads": 16, "keys_per_step": 8},
-    {"threads": 512, "dim_threads": 4, "keys_per_step": 128, "split_length": 128, "row_tile": 2},
-    {"threads": 64, "dim_threads": 8, "keys_per_step": 8, "split_length": 512},
+    {"dim_threads": 1, "keys_per_step": 128, "row_tile": 1, "stages": 1},
+    {"threads": 64, "dim_threads": 2, "keys_per_step": 32, "lanes": 2, "row_tile": 2, "stages": 2},
+    {"threads": 64, "dim_threads": 16, "keys_per_step": 4, "lanes": 1, "stages": 3},
+    {"threads": 32, "dim_threads": 16, "keys_per_step": 8, "stages": 4},
+    {
+        "threads": 512,
+        "dim_threads": 4,
+        "keys_per_step": 128,
+        "split_length": 128,
+        "row_tile": 2,
+        "stages": 1,
+    },
+    {"threads": 64, "dim_threads": 8, "keys_per_step": 8, "split_length": 512, "stages": 2},
 ]
 
 
@@ -98,13 +109,14 @@ NUM_BARRIERS = 4 * 2 + 1 + 2 * 2
 SKIPPED = (0, 1, 8, 9, 10)
 
 
-def with_fault(edit: Callable[[str], str]) -> PagedAttention:
+def with_fault(edit: Callable[[str], str], stages: int = 3) -> PagedAttention:
     def planted(source: str) -> str:
         changed = edit(source)
         assert changed != source, "nothing was planted"
         return changed
 
-    return gpu_attention(3, 64, 16, built={"decode": Built(DECODE, PLANTED, planted)})
+    built = Built(DECODE, PLANTED | {"stages": stages}, planted)
+    return gpu_attention(3, 64, 16, built={"decode": built})
 
 
 def decode(attn: PagedAttention) -> None:
@@ -112,9 +124,23 @@ def decode(attn: PagedAttention) -> None:
     assert_equals_reference(attn, case)
 
 
-def test_without_a_fault() -> None:
-    built = Built(DECODE, PLANTED)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_without_a_fault(stages: int) -> None:
+    built = Built(DECODE, PLANTED | {"stages": stages})
     decode(gpu_attention(3, 64, 16, built={"decode": built}))
+
+
+def test_what_lay_in_shared_memory_does_not_matter() -> None:
+    def spoil(source: str) -> str:
+        """Fill the stages with NaN before anything else is done."""
+        each = r"for (int i = 0; i < \2; ++i) { tile_ptr[i] = NAN; }"
+        return re.sub(
+            r"(__local float tile_ptr\[(\d+)\];)((?:\s*__local [^;]*;)*)",
+            rf"\1\3 {each} {BARRIER}",
+            source,
+        )
+
+    decode(with_fault(spoil))
 
 
 @pytest.mark.parametrize("index", SKIPPED)
@@ -132,13 +158,14 @@ def test_a_skipped_barrier_shows(index: int) -> None:
         decode(with_fault(skip))
 
 
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     ("what", "right", "wrong"),
     [
         ("the last tile of a group is dropped", r"\(row_end \+ 1\)", "row_end"),
-        ("a slot past the block's end is read", r"% 16\);", "% 16) + 1;"),
+        ("a slot past the block's end is read", r"% (\(uint\))?16\)", r"% \g<1>16 + 1)"),
         ("the block after the key's is read", r"/ (\(uint\)16|16u?)\)", r"/ \1 + 1)"),
-        ("keys past the end are used", r"< limit_ptr\[", "< 9 + limit_ptr["),
+        ("keys past the end are used", r"< (\(?)limit_ptr\[", r"< \g<1>9 + limit_ptr["),
         ("one group of threads is left out of the fold", r"g_1 < 4", "g_1 < 3"),
         (
             "a row's maximum is forgotten",
@@ -147,10 +174,63 @@ def test_a_skipped_barrier_shows(index: int) -> None:
         ),
     ],
 )
-def test_a_planted_fault_shows(what: str, right: str, wrong: str) -> None:
+def test_a_planted_fault_shows(what: str, right: str, wrong: str, stages: int) -> None:
+    attn = with_fault(lambda source: re.sub(right, wrong, source), stages)
+    with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
+        decode(attn)
+
+
+@pytest.mark.parametrize(
+    ("what", "right", "wrong"),
+    [
+        (
+            "another step's stage is read",
+            r"(vload4\(0, tile_ptr \+ \(+)s % 3\)",
+            r"\1(s + 1) % 3)",
+        ),
+        (
+            "a copy goes where a step is still to be read",
+            r"(, 0, tile_ptr \+ \(+)s % 3\)",
+            r"\1(s + 1) % 3)",
+        ),
+        ("the last step is dropped", r"\+ 3\); \+\+s", "+ 2); ++s"),
+        ("a step is taken before it is copied", r"3 <= s\b", "2 <= s"),
+        ("V is read where K lies", r"(vload4\(0, tile_ptr \+ .*) \+ 1024\)\)", r"\1))"),
+    ],
+)
+def test_a_fault_in_the_stages_shows(what: str, right: str, wrong: str) -> None:
     attn = with_fault(lambda source: re.sub(right, wrong, source))
     with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
         decode(attn)
+
+
+def test_two_vectors_in_one_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Stages.place
+    monkeypatch.setattr(Stages, "place", lambda s, dim, v, key, x: place(s, dim, v, key // 2, x))
+    with pytest.raises(AssertionError, match=r"off by|finite|-inf"):
+        decode(gpu_attention(3, 64, 16, built={"decode": Built(DECODE, PLANTED)}))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_step_is_waited_for_until_its_copies_are_there(stages: int) -> None:
+    """What cannot be executed: copies written out are done at once, so none is ever waited for.
+
+    Step `s` is group `s`. When it is taken, `s + stages` groups are closed: all of them but the
+    latest ``stages - 1`` must be there.
+    """
+    spec = AttentionSpec.make("decode", "bfloat16", 128, 4, 16)
+    choices = schedules.default_choices(spec, TARGET) | {"stages": stages, "keys_per_step": 8}
+    program = build.build_module(spec, TARGET, choices).script()
+    found = re.findall(r'T\.ptx\.cp\(.*"(cg|wait_group|commit_group)"', program)
+    if stages == 1:
+        assert not found
+        return
+    assert found == ["wait_group", "cg", "cg", "commit_group"]  # of K and of V
+    assert f'T.ptx.cp({stages - 1}, "async", "wait_group", "")' in program
+    taken = program.index(f"if vs >= {stages}:")
+    indent = [len(line) - len(line.lstrip()) for line in program.splitlines() if "_group" in line]
+    assert taken < program.index("wait_group") < program.index("commit_group")
+    assert indent[0] == indent[1] + 4  # a group is closed at each step, taken or not
 
 
 # -- what the host wrapper refuses
@@ -194,3 +274,30 @@ def test_default_choices_fit_every_spec() -> None:
                     spec = AttentionSpec.make(kernel, dtype, head_dim, group_size, 16)
                     choices = schedules.default_choices(spec, TARGET)
                     assert schedules.reject(spec, TARGET, choices) is None, spec
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "reason"),
+    [
+        ("float32", {"stages": 0}, "stages=0 is none of 1 to 4"),
+        ("float32", {"stages": 5}, "stages=5 is none of 1 to 4"),
+        ("float32", {"stages": 4}, None),
+        ("float32", {"lanes": 1, "stages": 2}, None),
+        ("bfloat16", {"lanes": 1, "stages": 2}, "lanes=1 of bfloat16: no copy has 2 bytes"),
+        ("bfloat16", {"lanes": 1, "stages": 1}, None),
+        ("float32", {"keys_per_step": 64, "stages": 2}, "a block needs 67712 bytes of shared mem"),
+        ("float32", {"keys_per_step": 64, "stages": 1}, None),
+    ],
+)
+def test_stages_that_cannot_be_built_are_refused(
+    dtype: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    spec = AttentionSpec.make("decode", dtype, 64, 1, 16)
+    found = schedules.reject(spec, TARGET, schedules.default_choices(spec, TARGET) | changes)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_search_may_take_any_number_of_stages(dtype: str) -> None:
+    spec = AttentionSpec.make("decode", dtype, 64, 3, 16)
+    assert set(schedules.space(spec, TARGET)["stages"]) == {1, 2, 3, 4}

@@ -8,12 +8,13 @@ maximum, sum and weighted sum of its own, so that nothing waits inside the walk:
     keys key+0  key+2  key+4  key+6   group 0 (y = 0)      x = 0     x = 1   x = 2   x = 3
     keys key+1  key+3  key+5  key+7   group 1 (y = 1)      x = 0     x = 1   x = 2   x = 3
 
-Dot products are folded along x: within a warp by shuffles, where there are none through local
-memory, as the target has it; the program is the same. At the end the groups are folded along y
-through shared memory, always in the same order.
+Dot products are folded along x (`score_threads`). At the end the groups are folded along y through
+shared memory, always in the same order.
 
-A row's loads of K and V serve all rows of the tile. Keys past the end are never read: their address
-is that of the last one, their score is masked and their row of V passed over.
+A row's K and V serve all rows of the tile. A thread loads its own vectors of a step as they come
+(`load_vectors`), or copies them to shared memory several steps ahead (`stage_vectors`): ``stages``
+says which, and how many. Keys past the end are never read: their score is masked and their row of V
+passed over.
 """
 
 from __future__ import annotations
@@ -24,113 +25,20 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.cuda.finish_threads import finish_rows
+from tvmpaged.kernels.cuda.load_vectors import load_vectors
+from tvmpaged.kernels.cuda.score_threads import score_keys
+from tvmpaged.kernels.cuda.stage_keys import Source
+from tvmpaged.kernels.cuda.stage_vectors import (
+    Stages,
+    commit,
+    find_blocks,
+    stage_vectors,
+    take_vectors,
+    wait,
+)
 from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.exp2 import LOG2E
 from tvmpaged.kernels.tile import NEG_INF, Tile
-from tvmpaged.sm import WARP_SIZE
-
-#: The mask that names all threads of a warp: a shuffle under it waits for those that a condition
-#: has held up.
-ALL_LANES = 0xFFFFFFFF
-
-
-def _load(t: Tile) -> Callable[..., Any]:
-    """Return the program part that loads a step's K and V into registers, as they are."""
-    th, c, lanes = Threads(t), t.cache, t.lanes
-
-    @T.inline
-    def load_row(cache, dim, vectors, block, kv_head, slot, vx, j, raw):
-        for v in T.unroll(vectors):
-            if th.is_whole(dim) or (v * th.along_dim + vx) * lanes < dim:
-                for i in T.vectorized(lanes):
-                    raw[j, v, i] = c.at(
-                        cache, block, kv_head, slot, (v * th.along_dim + vx) * lanes + i
-                    )
-
-    @T.inline
-    def load(k_cache, v_cache, block_table, seq, kv_head, key, kv_end, vy, vx, k_raw, v_raw):
-        block_of = T.sblock_alloc_buffer((th.keys,), "int64", scope="local")
-        slot_of = T.sblock_alloc_buffer((th.keys,), "int32", scope="local")
-        for j in T.unroll(th.keys):
-            block_of[j] = c.block(block_table, seq, T.min(key + j * th.groups + vy, kv_end - 1))
-            slot_of[j] = T.truncmod(T.min(key + j * th.groups + vy, kv_end - 1), c.block_size)
-        for j in T.unroll(th.keys):
-            load_row(
-                k_cache,
-                c.head_dim,
-                th.vectors(t.head_dim_cap),
-                block_of[j],
-                kv_head,
-                slot_of[j],
-                vx,
-                j,
-                k_raw,
-            )
-        for j in T.unroll(th.keys):
-            load_row(
-                v_cache,
-                c.head_dim_v,
-                th.vectors(t.head_dim_v_cap),
-                block_of[j],
-                kv_head,
-                slot_of[j],
-                vx,
-                j,
-                v_raw,
-            )
-
-    return load
-
-
-def _fold(t: Tile) -> Callable[..., Any]:
-    """Return the program part that sums scores along the threads of a group, for all of them.
-
-    A butterfly: in each stage a thread adds what the one `width` away has. Both forms add the same
-    numbers in the same order.
-    """
-    th = Threads(t)
-    stages = th.along_dim.bit_length() - 1
-
-    @T.inline
-    def shuffle(scores, vy, vx):
-        for stage in T.unroll(stages):
-            for r, j in T.grid(t.rows, th.keys):
-                scores[r, j] = scores[r, j] + T.tvm_warp_shuffle_xor(
-                    T.uint32(ALL_LANES), scores[r, j], 1 << stage, WARP_SIZE, WARP_SIZE
-                )
-
-    @T.inline
-    def shared(scores, vy, vx):
-        parts = T.sblock_alloc_buffer(
-            (t.rows, th.keys, th.groups, th.along_dim), "float32", scope="shared"
-        )
-        for stage in T.unroll(stages):
-            for r, j in T.grid(t.rows, th.keys):
-                parts[r, j, vy, vx] = scores[r, j]
-            T.evaluate(T.tvm_storage_sync("shared"))
-            for r, j in T.grid(t.rows, th.keys):
-                scores[r, j] = scores[r, j] + parts[r, j, vy, T.bitwise_xor(vx, 1 << stage)]
-            T.evaluate(T.tvm_storage_sync("shared"))
-
-    return shuffle if t.choices["fold"] == "shuffle" else shared
-
-
-def _score(t: Tile) -> Callable[..., Any]:
-    """Return the program part ``scores = q . K``, folded along the threads of a group."""
-    th, c, lanes = Threads(t), t.cache, t.lanes
-    fold = _fold(t)
-
-    @T.inline
-    def score(q_rows, k_raw, vy, vx, scores):
-        for r, j in T.grid(t.rows, th.keys):
-            scores[r, j] = T.float32(0)
-        for v in T.unroll(th.vectors(t.head_dim_cap)):
-            if th.is_whole(c.head_dim) or (v * th.along_dim + vx) * lanes < c.head_dim:
-                for r, j, i in T.grid(t.rows, th.keys, lanes):
-                    scores[r, j] = scores[r, j] + q_rows[r, v, i] * c.wide(k_raw[j, v, i])
-        fold(scores, vy, vx)
-
-    return score
 
 
 def _weigh(t: Tile) -> Callable[..., Any]:
@@ -138,7 +46,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
     th, c, lanes, rows = Threads(t), t.cache, t.lanes, t.rows
 
     @T.inline
-    def weigh(scores, v_raw, limit, key, kv_end, sm_scale, vy, vx, row_max, row_sum, acc):
+    def weigh(source, scores, v_raw, limit, key, sm_scale, row_max, row_sum, acc):
         top = T.sblock_alloc_buffer((rows,), "float32", scope="local")
         base = T.sblock_alloc_buffer((rows,), "float32", scope="local")
         rescale = T.sblock_alloc_buffer((rows,), "float32", scope="local")
@@ -146,7 +54,7 @@ def _weigh(t: Tile) -> Callable[..., Any]:
             top[r] = row_max[r]
             for j in T.unroll(th.keys):
                 scores[r, j] = T.Select(
-                    key + j * th.groups + vy < limit[r],
+                    key + j * th.groups + source.y < limit[r],
                     scores[r, j] * sm_scale,
                     T.float32(NEG_INF),
                 )
@@ -163,26 +71,30 @@ def _weigh(t: Tile) -> Callable[..., Any]:
             for i in T.unroll(lanes):
                 acc[r, v, i] = acc[r, v, i] * rescale[r]
         for j in T.unroll(th.keys):
-            if key + j * th.groups + vy < kv_end:
+            if key + j * th.groups + source.y < source.kv_end:
                 for v in T.unroll(th.vectors(t.head_dim_v_cap)):
-                    if th.is_whole(c.head_dim_v) or (v * th.along_dim + vx) * lanes < c.head_dim_v:
+                    if (
+                        th.is_whole(c.head_dim_v)
+                        or (v * th.along_dim + source.x) * lanes < c.head_dim_v
+                    ):
                         for r, i in T.grid(rows, lanes):
                             acc[r, v, i] = acc[r, v, i] + scores[r, j] * c.wide(v_raw[j, v, i])
 
     return weigh
 
 
-def walk(t: Tile) -> Callable[..., Any]:
-    """Return the program part that takes one tile of rows over its item's kv range."""
+def _start(t: Tile) -> Callable[..., Any]:
+    """Return the program part that loads a tile's q and clears what is summed.
+
+    Rows past the end repeat the last one, and are not written.
+    """
     th, c, lanes, rows = Threads(t), t.cache, t.lanes, t.rows
-    load, score, weigh, finish = _load(t), _score(t), _weigh(t), finish_rows(t)
-    vectors, vectors_v = th.vectors(t.head_dim_cap), th.vectors(t.head_dim_v_cap)
 
     @T.inline
     def start(q, group, kv_head, q_start, first, row_end, kv_end, visible, vx, q_rows, limit, acc):
         for r in T.unroll(rows):
             limit[r] = T.min(kv_end, visible + T.truncdiv(T.min(first + r, row_end - 1), group))
-            for v in T.unroll(vectors):
+            for v in T.unroll(th.vectors(t.head_dim_cap)):
                 if th.is_whole(c.head_dim) or (v * th.along_dim + vx) * lanes < c.head_dim:
                     for i in T.unroll(lanes):
                         q_rows[r, v, i] = T.Cast(
@@ -193,8 +105,77 @@ def walk(t: Tile) -> Callable[..., Any]:
                                 (v * th.along_dim + vx) * lanes + i,
                             ],
                         )
-            for v, i in T.grid(vectors_v, lanes):
+            for v, i in T.grid(th.vectors(t.head_dim_v_cap), lanes):
                 acc[r, v, i] = T.float32(0)
+
+    return start
+
+
+def _step(t: Tile) -> Callable[..., Any]:
+    """Return the program part that takes a step's K and V as they come."""
+    th, c = Threads(t), t.cache
+    load, score, weigh = load_vectors(t), score_keys(t), _weigh(t)
+    vectors, vectors_v = th.vectors(t.head_dim_cap), th.vectors(t.head_dim_v_cap)
+
+    @T.inline
+    def step(source, _vs, key, limit, sm_scale, q_rows, row_max, row_sum, acc):
+        k_raw = T.sblock_alloc_buffer((th.keys, vectors, t.lanes), c.spec.kv_dtype, scope="local")
+        v_raw = T.sblock_alloc_buffer((th.keys, vectors_v, t.lanes), c.spec.kv_dtype, scope="local")
+        scores = T.sblock_alloc_buffer((t.rows, th.keys), "float32", scope="local")
+        load(source, key, k_raw, v_raw)
+        score(q_rows, k_raw, source.y, source.x, scores)
+        weigh(source, scores, v_raw, limit, key, sm_scale, row_max, row_sum, acc)
+
+    return step
+
+
+def _staged_step(t: Tile) -> Callable[..., Any]:
+    """Return the program part that starts a step's copies, and takes what lay in their place."""
+    th, c, s = Threads(t), t.cache, Stages(t)
+    find, stage, score, weigh = find_blocks(t), stage_vectors(t), score_keys(t), _weigh(t)
+    take_k = take_vectors(t, c.head_dim, t.head_dim_cap)
+    take_v = take_vectors(t, c.head_dim_v, t.head_dim_v_cap)
+    vectors, vectors_v = th.vectors(t.head_dim_cap), th.vectors(t.head_dim_v_cap)
+
+    @T.inline
+    def step(source, vs, key, limit, sm_scale, q_rows, row_max, row_sum, acc):
+        k_raw = T.sblock_alloc_buffer((th.keys, vectors, t.lanes), c.spec.kv_dtype, scope="local")
+        v_raw = T.sblock_alloc_buffer((th.keys, vectors_v, t.lanes), c.spec.kv_dtype, scope="local")
+        scores = T.sblock_alloc_buffer((t.rows, th.keys), "float32", scope="local")
+        block_of = T.sblock_alloc_buffer((th.keys,), "int32", scope="local")
+        begin: T.let[T.int32] = vs % s.count * s.stage
+        if key < source.kv_end:
+            find(source, key, block_of)
+        if vs >= s.count:
+            T.evaluate(wait(t, s.count - 1))
+            take_k(source, begin, k_raw)
+            score(q_rows, k_raw, source.y, source.x, scores)
+            take_v(source, begin + s.v_begin, v_raw)
+            weigh(
+                source,
+                scores,
+                v_raw,
+                limit,
+                key - s.count * t.keys,
+                sm_scale,
+                row_max,
+                row_sum,
+                acc,
+            )
+        if key < source.kv_end:
+            stage(source, key, block_of, begin)
+        T.evaluate(commit(t))
+
+    return step
+
+
+def walk(t: Tile) -> Callable[..., Any]:
+    """Return the program part that takes one tile of rows over its item's kv range."""
+    th, c, lanes, rows = Threads(t), t.cache, t.lanes, t.rows
+    start, finish = _start(t), finish_rows(t)
+    vectors, vectors_v = th.vectors(t.head_dim_cap), th.vectors(t.head_dim_v_cap)
+    stages = Stages(t)
+    step = _staged_step(t) if stages.ahead else _step(t)
 
     @T.inline
     def run(
@@ -236,11 +217,17 @@ def walk(t: Tile) -> Callable[..., Any]:
                         data=v_cache.data,
                         strides=c.whole_strides(v_cache, c.head_dim_v_extent, lanes),
                     )
+                    tile = T.sblock_alloc_buffer(
+                        (stages.elements,), c.spec.kv_dtype, scope="shared"
+                    )
                     q_rows = T.sblock_alloc_buffer((rows, vectors, lanes), "float32", scope="local")
                     acc = T.sblock_alloc_buffer((rows, vectors_v, lanes), "float32", scope="local")
                     row_max = T.sblock_alloc_buffer((rows,), "float32", scope="local")
                     row_sum = T.sblock_alloc_buffer((rows,), "float32", scope="local")
                     limit = T.sblock_alloc_buffer((rows,), "int32", scope="local")
+                    source = T.meta_var(
+                        Source(k_whole, v_whole, block_table, seq, kv_head, kv_end, vy, vx, tile)
+                    )
                     for r in T.unroll(rows):
                         row_max[r] = T.float32(NEG_INF)
                         row_sum[r] = T.float32(0)
@@ -258,48 +245,18 @@ def walk(t: Tile) -> Callable[..., Any]:
                         limit,
                         acc,
                     )
-                    for s in range(T.ceildiv(kv_end - kv_begin, t.keys)):
+                    if stages.ahead > 0:
+                        # Named again at the end: else TVM gives its memory to what `finish` folds,
+                        # as if all threads were as far as each other.
+                        T.evaluate(T.address_of(tile[0]))
+                    steps: T.let[T.int32] = T.ceildiv(kv_end - kv_begin, t.keys) + stages.ahead
+                    for s in range(steps):
                         with T.sblock("kv_step"):
-                            vs = T.axis.opaque(T.ceildiv(kv_end - kv_begin, t.keys), s)
+                            vs = T.axis.opaque(steps, s)
                             T.reads()
                             T.writes()
                             key: T.let[T.int32] = kv_begin + vs * t.keys
-                            k_raw = T.sblock_alloc_buffer(
-                                (th.keys, vectors, lanes), c.spec.kv_dtype, scope="local"
-                            )
-                            v_raw = T.sblock_alloc_buffer(
-                                (th.keys, vectors_v, lanes), c.spec.kv_dtype, scope="local"
-                            )
-                            scores = T.sblock_alloc_buffer(
-                                (rows, th.keys), "float32", scope="local"
-                            )
-                            load(
-                                k_whole,
-                                v_whole,
-                                block_table,
-                                seq,
-                                kv_head,
-                                key,
-                                kv_end,
-                                vy,
-                                vx,
-                                k_raw,
-                                v_raw,
-                            )
-                            score(q_rows, k_raw, vy, vx, scores)
-                            weigh(
-                                scores,
-                                v_raw,
-                                limit,
-                                key,
-                                kv_end,
-                                sm_scale,
-                                vy,
-                                vx,
-                                row_max,
-                                row_sum,
-                                acc,
-                            )
+                            step(source, vs, key, limit, sm_scale, q_rows, row_max, row_sum, acc)
                     finish(
                         out,
                         lse,
@@ -317,5 +274,7 @@ def walk(t: Tile) -> Callable[..., Any]:
                         row_sum,
                         acc,
                     )
+                    if stages.ahead > 0:
+                        T.evaluate(T.address_of(tile[0]))
 
     return run
