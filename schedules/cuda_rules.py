@@ -34,14 +34,10 @@ def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
 
 
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
-    """Return what no compiled walk takes less than.
-
-    V may be loaded once K has been used; from shared memory both may be taken bit by bit.
-    """
+    """Return what no compiled walk takes less than: K and V may be taken bit by bit."""
     if choices["isa"] == "mma":
         return cuda_mma_rules.least_registers(spec, choices)
-    at_once = max(_step_words(spec, choices)) if choices["stages"] == 1 else 0
-    return _row_registers(spec, choices) + at_once
+    return _row_registers(spec, choices)
 
 
 def _row_registers(spec: AttentionSpec, choices: Choices) -> int:
