@@ -34,14 +34,10 @@ def register_estimate(spec: AttentionSpec, choices: Choices) -> int:
 
 
 def least_registers(spec: AttentionSpec, choices: Choices) -> int:
-    """Return what no compiled walk takes less than.
-
-    A step's keys may be loaded one by one; from shared memory K and V may be taken bit by bit.
-    """
+    """Return what no compiled walk takes less than: K and V may be taken bit by bit."""
     if choices["isa"] == "mma":
         return cuda_mma_rules.least_registers(spec, choices)
-    a_key = max(_step_words(spec, choices)) // _keys(choices) if choices["stages"] == 1 else 0
-    return _row_registers(spec, choices) + a_key
+    return _row_registers(spec, choices)
 
 
 def _row_registers(spec: AttentionSpec, choices: Choices) -> int:

@@ -66,9 +66,13 @@ class Built:
         self._host, self._device, source = _compile(module, self.choices.get("isa") == "mma")
         queue = _queue()
         # Optimized by PoCL 3.0, the first thread of a tensor-core program reads what is not there
-        # yet where a loop begins with a barrier (one more before the loop mends it). To optimize
-        # such a program also takes longer than to run it as it is; with others it is the reverse.
-        options = ["-cl-opt-disable"] if self.choices.get("isa") == "mma" else []
+        # yet where a loop begins with a barrier (one more before the loop mends it), and threads
+        # that wait at barriers only from a later turn of a loop on (`stage_vectors`) get wrong
+        # numbers, though none reads what another wrote. To optimize a tensor-core program also
+        # takes longer than to run it as it is; with others it is the reverse.
+        waits_late = self.choices.get("stages", 1) > 1
+        as_it_is = waits_late or self.choices.get("isa") == "mma"
+        options = ["-cl-opt-disable"] if as_it_is else []
         program = cl.Program(queue.context, edit(source)).build(options)
         self._kernel = cl.Kernel(program, f"{spec.kernel}_kernel")
         self._memory: dict[int, torch.Tensor] = {}

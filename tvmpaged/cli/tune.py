@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 EXAMPLE = (
     "tvmpaged tune --group-size 3 --head-dim 64 --dtype float32 --trials 64 --time-limit 3m\n"
     "tvmpaged tune --model ./SmolLM2-135M --kernel decode --resume\n"
-    "tvmpaged tune --target cuda --devices cuda:0,cuda:1 --group-size 4 --head-dim 128"
+    "tvmpaged tune --target cuda --devices cuda:0,cuda:1 --group-size 4 --head-dim 128\n"
+    "tvmpaged tune --target cuda --devices all --group-size 4 --head-dim 128"
 )
 
 
