@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvmpaged.schedules.choices import Choices
-from tvmpaged.sm import WARP_SIZE
+from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE
 from tvmpaged.spec import DTYPE_BYTES, AttentionSpec
 
 #: Rows, keys and dims of one product; dims of one vector; what a row in shared memory is longer by.
@@ -50,7 +50,10 @@ def shared_bytes(spec: AttentionSpec, choices: Choices) -> int:
     elements = max(stages, q) if choices["q_in"] == "registers" else stages + q
     # A row's maximum and sum are kept by the four lanes that share it.
     folded = rows * (4 * 2 * key_warps + spec.head_dim_v) if key_warps > 1 else 0
-    return elements * DTYPE_BYTES[spec.kv_dtype] + 4 * folded
+    tile, folded_bytes = elements * DTYPE_BYTES[spec.kv_dtype], 4 * folded
+    if tile + folded_bytes > STATIC_SHARED_BYTES:  # see `Warps.tile_elements`
+        tile = max(tile, STATIC_SHARED_BYTES)
+    return tile + folded_bytes
 
 
 def reject_shape(spec: AttentionSpec, choices: Choices) -> str | None:

@@ -95,13 +95,18 @@ def test_the_defaults_compile_and_keep_all_in_registers(name: str) -> None:
     assert all(each.data for each in done)
 
 
-@pytest.mark.parametrize("changes", [{}, {"stages": 3, "q_in": "shared"}], ids=str)
-def test_a_decode_with_tensor_cores_compiles(changes: dict[str, object], tmp_path: Path) -> None:
-    spec, sm_90 = attention_specs(("bfloat16", 128, 4))[0], target("sm_90")
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [(128, {}), (128, {"stages": 3, "q_in": "shared"}), (80, {})],
+    ids=str,
+)
+def test_a_decode_with_tensor_cores_compiles(
+    head_dim: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    spec, sm_90 = attention_specs(("bfloat16", head_dim, 4))[0], target("sm_90")
     choices = schedules.cuda_choices.mma_choices(spec) | changes
-    assert not fault(
-        spec, choices, build.build_artifact(spec, sm_90, choices, tmp_path / "kernel.so")
-    )
+    taken = build.build_artifact(spec, sm_90, choices, tmp_path / "kernel.so")
+    assert not fault(spec, choices, taken)
 
 
 LOAD = """

@@ -29,7 +29,7 @@ from opencl_tools import TARGET, warp_attention
 from tvmpaged import PagedAttention, build, schedules
 from tvmpaged.kernels.cuda.warp_grid import left_holder, right_holder, sum_place
 from tvmpaged.schedules import cuda_choices
-from tvmpaged.sm import LIMITS
+from tvmpaged.sm import LIMITS, STATIC_SHARED_BYTES
 from tvmpaged.spec import ATTENTION_KERNELS, AttentionSpec, TargetKey
 from tvmpaged.tuning.candidates import Candidates
 
@@ -144,6 +144,19 @@ def test_float16_is_the_same_program_under_other_names() -> None:
 
 
 # -- choices and rules
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
+def test_memory_above_the_limit_is_asked_for(head_dim: int) -> None:
+    """TVM's runtime raises the limit when what is asked for at launch comes to as much alone."""
+    spec = AttentionSpec.make("decode", "bfloat16", head_dim, 4, 16)
+    choices = cuda_choices.mma_choices(spec)
+    program = build.build_module(spec, TARGET, choices).script()
+    (tile,) = re.findall(r'alloc_buffer\(\((\d+),\), "uint16", scope="shared.dyn"\)', program)
+    (folded,) = re.findall(r'alloc_buffer\(\((\d+),\), scope="shared"\)', program)
+    asked_for, static = 2 * int(tile), 4 * int(folded)
+    assert asked_for + static == schedules.cuda_rules.shared_bytes(spec, choices)
+    assert asked_for + static <= STATIC_SHARED_BYTES or asked_for >= STATIC_SHARED_BYTES
 
 
 @pytest.mark.parametrize("arch", [f"sm_{major}{minor}" for major, minor in LIMITS])

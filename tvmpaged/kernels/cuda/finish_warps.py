@@ -37,9 +37,7 @@ def fold_warps(w: Warps, parts: Any) -> Callable[..., Any]:
     def fold(at, row_max, row_sum, acc):
         # One buffer: where one ends before the next begins, TVM would give them the same memory,
         # as if all threads were as far as each other.
-        held = T.sblock_alloc_buffer(
-            (2 * each + w.row_warps * registers * WARP_SIZE,), "float32", scope="shared"
-        )
+        held = T.sblock_alloc_buffer((w.fold_elements,), "float32", scope="shared")
         base = T.sblock_alloc_buffer((values,), "float32", scope="local")
         rescale = T.sblock_alloc_buffer((values,), "float32", scope="local")
         for v in T.unroll(values):

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvmpaged.kernels.tile import Expr, Tile
-from tvmpaged.sm import WARP_SIZE
+from tvmpaged.sm import STATIC_SHARED_BYTES, WARP_SIZE
 
 #: Rows, and columns of the left factor, of one product.
 SIDE = 16
@@ -35,6 +35,8 @@ REGISTERS = 4
 #: Elements by which rows in shared memory are longer than their dims: 16 bytes. Dims are multiples
 #: of 16, so rows are odd multiples of 16 bytes, and 8 rows that follow each other meet all banks.
 PADDING = 8
+#: Of an element of K, V and q.
+ELEMENT_BYTES = 2
 
 
 def left_holder(row: Expr, k: Expr) -> tuple[Expr, Expr, Expr]:
@@ -150,8 +152,24 @@ class Warps:
 
     @property
     def tile_elements(self) -> int:
-        """Elements of q and all stages in shared memory."""
-        return max(self.stages * self.stage, self.q_begin + self.q_elements)
+        """Elements of q and all stages in shared memory, which is asked for at launch.
+
+        TVM's runtime raises the driver's limit, which is for this and static memory together, only
+        where this alone comes to as much: if it takes both to pass the limit, the tile is enlarged.
+        """
+        elements = max(self.stages * self.stage, self.q_begin + self.q_elements)
+        most = STATIC_SHARED_BYTES // ELEMENT_BYTES
+        over = elements * ELEMENT_BYTES + 4 * self.fold_elements > STATIC_SHARED_BYTES
+        return max(elements, most) if over else elements
+
+    @property
+    def fold_elements(self) -> int:
+        """Numbers, float32 in static shared memory, that warps along the keys fold at the end."""
+        if self.key_warps == 1:
+            return 0
+        # Of each lane its rows' maxima and sums, and of one warp's lanes the weighted sums.
+        each = 2 * 2 * self.heights * self.key_warps + self.heights * self.acc_registers
+        return self.row_warps * WARP_SIZE * each
 
     @property
     def stage(self) -> int:
