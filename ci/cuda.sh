@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Every common spec and every base spec for every CUDA architecture: nvcc compiles the untuned defaults
 # (1,246 cases), and none may keep anything outside registers; and all tests of the tensor-core
-# programs, executed on PoCL (157). Wants nvcc; no GPU. Two processes: 45 minutes beside other work,
-# about 25 without. TVMPAGED_TEST_JOBS sets their number, further arguments go to pytest.
-# ci/check.sh has a few of each.
+# programs, executed on PoCL. Wants nvcc; no GPU. Two processes, 45 minutes or less;
+# TVMPAGED_TEST_JOBS sets their number, further arguments go to pytest. ci/check.sh has a few of each.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . ci/telemetry.sh

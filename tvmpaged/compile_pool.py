@@ -132,7 +132,7 @@ def build_in_child(
     from tvmpaged.cuda_child import build_here
     from tvmpaged.nvcc import require_nvcc
 
-    require_nvcc()
+    require_nvcc()  # before time goes into the program
     return build_here(spec, target, choices, path, ptx=ptx)
 
 

@@ -58,6 +58,11 @@ def cuda_runtime(nvcc: Path) -> Path | None:
     return None
 
 
+#: ptxas keeps a few bytes outside registers where that makes room for one more block on a
+#: multiprocessor. Told that one block is enough, it does not.
+_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)")
+
+
 def compile_cuda(
     source: str, arch: str, nvcc: Path, *, ptx: bool = False
 ) -> tuple[bytes, Resources]:
@@ -96,11 +101,6 @@ def compile_cuda(
         return found
     again = _compile(_BOUNDS.sub(r"__launch_bounds__(\1, 1)", source), code, nvcc, arch)
     return min(found, again, key=lambda each: each[1].spill_bytes)
-
-
-#: ptxas keeps a few bytes outside registers where that makes room for one more block on a
-#: multiprocessor. Told that one block is enough, it does not.
-_BOUNDS = re.compile(r"__launch_bounds__\((\d+)\)")
 
 
 def _compile(source: str, code: str, nvcc: Path, arch: str) -> tuple[bytes, Resources]:

@@ -14,6 +14,9 @@ from tvmpaged import driver
 from tvmpaged.driver import Gpu
 
 WARP_SIZE = 32
+#: The mask that names all threads of a warp: a shuffle under it waits for those that a condition
+#: has held up.
+ALL_LANES = 0xFFFFFFFF
 #: Follows the arch of a folder's code where PTX is beside it, which newer drivers compile.
 WITH_PTX = "+ptx"
 #: What a kernel may have without asking for more when it is launched.

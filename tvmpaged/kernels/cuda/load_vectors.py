@@ -1,6 +1,6 @@
 """A step's K and V as they come: each thread loads its own vectors into registers, then computes.
 
-Keys past the end are never read: their address is that of the last one.
+Keys past the end are never read: their place is that of the last one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.source import locate_keys
 from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.tile import Tile
 
 
 def load_vectors(t: Tile) -> Callable[..., Any]:
     """Return the program part that loads a step's K and V into registers, as they are."""
-    th, c, lanes = Threads(t), t.cache, t.lanes
+    th, c, lanes, locate = Threads(t), t.cache, t.lanes, locate_keys(t)
 
     @T.inline
     def load_row(cache, dim, vectors, source, block, slot, j, raw):
@@ -35,10 +36,7 @@ def load_vectors(t: Tile) -> Callable[..., Any]:
     def load(source, key, k_raw, v_raw):
         block_of = T.sblock_alloc_buffer((th.keys,), "int64", scope="local")
         slot_of = T.sblock_alloc_buffer((th.keys,), "int32", scope="local")
-        for j in T.unroll(th.keys):
-            position: T.let[T.int32] = T.min(key + j * th.groups + source.y, source.kv_end - 1)
-            block_of[j] = c.block(source.block_table, source.seq, position)
-            slot_of[j] = T.truncmod(position, c.block_size)
+        locate(source, key, block_of, slot_of)
         for j in T.unroll(th.keys):
             load_row(
                 source.k_cache,

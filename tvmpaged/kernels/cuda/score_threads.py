@@ -13,11 +13,7 @@ from tvm.script import tirx as T
 
 from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.tile import Tile
-from tvmpaged.sm import WARP_SIZE
-
-#: The mask that names all threads of a warp: a shuffle under it waits for those that a condition
-#: has held up.
-ALL_LANES = 0xFFFFFFFF
+from tvmpaged.sm import ALL_LANES, WARP_SIZE
 
 
 def _fold(t: Tile) -> Callable[..., Any]:

@@ -15,41 +15,13 @@ Rows past the end are zeros: 0 x NaN would be NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm.script import tirx as T
 
+from tvmpaged.kernels.cuda.source import locate_keys
 from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.cuda.warp_grid import Warps
-from tvmpaged.kernels.tile import Expr
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a thread copies from, and where to.
-
-    Parameters
-    ----------
-    k_cache, v_cache, block_table : Buffer
-        The cache, its strides known to be whole vectors.
-    seq, kv_head, kv_end : Expr
-        Of the item.
-    y, x : Expr
-        The thread's place.
-    tile : Buffer
-        All stages.
-    """
-
-    k_cache: Any
-    v_cache: Any
-    block_table: Any
-    seq: Expr
-    kv_head: Expr
-    kv_end: Expr
-    y: Expr
-    x: Expr
-    tile: Any
 
 
 def stage_keys(w: Warps, copy: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +30,7 @@ def stage_keys(w: Warps, copy: Callable[..., Any]) -> Callable[..., Any]:
     A step that begins past the end has none.
     """
     t = w.tile
-    th, c, lanes = Threads(t), t.cache, t.lanes
+    th, c, lanes, locate = Threads(t), t.cache, t.lanes, locate_keys(t)
 
     @T.inline
     def copy_row(cache, dim, vectors, source, block, slot, exists, place):
@@ -80,10 +52,7 @@ def stage_keys(w: Warps, copy: Callable[..., Any]) -> Callable[..., Any]:
         block_of = T.sblock_alloc_buffer((th.keys,), "int64", scope="local")
         slot_of = T.sblock_alloc_buffer((th.keys,), "int32", scope="local")
         if key < source.kv_end:
-            for j in T.unroll(th.keys):
-                position: T.let[T.int32] = T.min(key + j * th.groups + source.y, source.kv_end - 1)
-                block_of[j] = c.block(source.block_table, source.seq, position)
-                slot_of[j] = T.truncmod(position, c.block_size)
+            locate(source, key, block_of, slot_of)
             for j in T.unroll(th.keys):
                 copy_row(
                     source.k_cache,

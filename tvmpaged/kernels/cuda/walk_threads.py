@@ -27,7 +27,7 @@ from tvm.script import tirx as T
 from tvmpaged.kernels.cuda.finish_threads import finish_rows
 from tvmpaged.kernels.cuda.load_vectors import load_vectors
 from tvmpaged.kernels.cuda.score_threads import score_keys
-from tvmpaged.kernels.cuda.stage_keys import Source
+from tvmpaged.kernels.cuda.source import Source
 from tvmpaged.kernels.cuda.stage_vectors import (
     Stages,
     commit,

@@ -24,7 +24,8 @@ from typing import Any
 from tvm.script import tirx as T
 
 from tvmpaged.kernels.cuda.finish_warps import finish_rows
-from tvmpaged.kernels.cuda.stage_keys import Source, stage_keys
+from tvmpaged.kernels.cuda.source import Source
+from tvmpaged.kernels.cuda.stage_keys import stage_keys
 from tvmpaged.kernels.cuda.thread_grid import Threads
 from tvmpaged.kernels.cuda.warp_grid import REGISTERS, SIDE, Warps
 from tvmpaged.kernels.cuda.warp_instructions import Instructions

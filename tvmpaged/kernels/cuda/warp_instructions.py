@@ -12,10 +12,7 @@ from tvm.script import tirx as T
 
 from tvmpaged.kernels.cuda.warp_grid import REGISTERS, Place, Warps
 from tvmpaged.kernels.tile import Expr
-from tvmpaged.sm import WARP_SIZE
-
-#: The mask that names all lanes of a warp.
-ALL_LANES = 0xFFFFFFFF
+from tvmpaged.sm import ALL_LANES, WARP_SIZE
 
 _PTX_TYPE = {"float16": "f16", "bfloat16": "bf16"}
 
